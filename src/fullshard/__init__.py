@@ -46,7 +46,10 @@ from fullshard.frontend.module import (
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
-from fullshard.optim.owners import OwnerPlan, plan_owners
+from fullshard.optim.matrix_owners import MatrixOwners
+from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
+from fullshard.optim.pieces import Pieces
+from fullshard.optim.whole_view import whole_view
 from fullshard.policies import (
     HFSDP,
     ZERO1,
@@ -92,10 +95,13 @@ __all__ = [
     "InternalError",
     "Lane",
     "LintWarning",
+    "Matrix",
+    "MatrixOwners",
     "Message",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OwnerPlan",
+    "Pieces",
     "Plan",
     "PlannedUnit",
     "ReduceScatter",
@@ -132,4 +138,5 @@ __all__ = [
     "undo",
     "uninstall",
     "verify",
+    "whole_view",
 ]

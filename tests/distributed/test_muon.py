@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard
 from fullshard import HFSDP, ZERO2, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
-from fullshard.optim import muon, owners
+from fullshard.optim import matrix_owners, owners
 
 SIZES = [(5, 24), (24, 40), (40, 7), (7, 33), (33, 33), (33, 3)]  # in, out: wide and tall, uneven, fewer rows than ranks
 # In bfloat16 the CPU rounds the last elements of a tensor, behind whole vectors, otherwise than the others: so these are whole.
@@ -145,7 +145,7 @@ def test_matrices_on_two_meshes_are_planned_once_per_mesh(world: World) -> None:
     halves = shard(copy.deepcopy(pair[0]), world.mesh), shard(copy.deepcopy(pair[1]), hybrid)
     got = torch.optim.Muon([parameter for half in halves for parameter in matrices(half)], lr=0.02)
     want = torch.optim.Muon([parameter for one in pair for parameter in matrices(one)], lr=0.02)
-    with mock.patch.object(muon, "OwnerExchange", wraps=muon.OwnerExchange) as planned:
+    with mock.patch.object(matrix_owners, "OwnerExchange", wraps=matrix_owners.OwnerExchange) as planned:
         for number in range(3):
             for half, one in zip(halves, pair):
                 square(half(world.mine(batch(number)))).backward()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import weakref
 from dataclasses import dataclass
-from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, Unit, logical_parameters, owner_of
-from fullshard.optim.owner_exchange import OwnerExchange
-from fullshard.optim.owners import Matrix, plan_owners
+from fullshard.core import ShardedParameter, logical_parameters, owner_of
+from fullshard.errors import warn_once
+from fullshard.optim.matrix_owners import Exchanges
+from fullshard.optim.pieces import Piece, Pieces, pieces_of
 
 _WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
 
@@ -29,10 +29,9 @@ def is_muon(optimizer: optim.Optimizer) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """One matrix in a step."""
+    """One matrix in a step: a parameter, or a piece of one."""
 
-    parameter: ShardedParameter
-    unit: Unit
+    piece: Piece
     local: Tensor  # its shard
     grad: Tensor  # the shard of its gradient
     momentum: Tensor  # the shard of its momentum buffer
@@ -45,8 +44,8 @@ class MuonStep:
 
     Sharded matrices are taken out of the lists, so that Muon's `step` leaves them alone. At the end of the step they are
     computed together: messages to the owners and back, and then all writes. So a step that raises on any rank has changed no
-    weight and no momentum on any rank. The lists keep matrices that modules compute with as DTensors (tensor parallelism) and
-    plain ones, which `step` computes as without fullshard.
+    weight and no momentum on any rank. The lists keep plain matrices, and those that tensor parallelism shards unevenly or over
+    several axes, which `step` computes as without fullshard.
 
         update = lerp(gradient, momentum)       on the shards, in bfloat16 to the owners
         update = Newton-Schulz(update)          on the owners, in bfloat16 back to the shards
@@ -55,12 +54,16 @@ class MuonStep:
     Source: Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); `torch.optim.Muon` (torch 2.13).
     """
 
-    __slots__ = ("_exchanges", "_members", "_optimizer")
+    __slots__ = ("_exchanges", "_members", "_optimizer", "_pieces", "_split")
 
-    def __init__(self, optimizer: optim.Optimizer) -> None:
+    def __init__(self, optimizer: optim.Optimizer, split: dict[int, Pieces]) -> None:
+        """`split`: the pieces of parameters that are several matrices, by id of the parameter."""
         self._optimizer = weakref.ref(optimizer)
+        self._split = split
         self._members: list[_Member] = []  # of the running step
-        self._exchanges: dict[tuple[int, int], tuple[list[ShardedParameter], OwnerExchange]] = {}  # by axis
+        self._exchanges = Exchanges(f"{type(optimizer).__name__}.step()", _WIRE)
+        # Of each parameter; None for one that `step` computes itself.
+        self._pieces: dict[ShardedParameter, list[Piece] | None] = {}
 
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
         """Fill `lists` as `_init_group` does, without the sharded matrices, which are noted for the end of the step."""
@@ -69,11 +72,11 @@ class MuonStep:
         result = _torch.list_tensors(optimizer, group, *lists)
         options, left = dict(group), list[tuple[Tensor, ...]]()
         for tensors in zip(*lists):
-            member = _member_of(tensors, options, is_new=id(tensors[0]) not in known)
-            if member is None:
+            members = self._members_of(tensors, options, is_new=id(tensors[0]) not in known)
+            if members is None:
                 left.append(tensors)
             else:
-                self._members.append(member)
+                self._members += members
         for place, listed in enumerate(lists):
             listed[:] = [tensors[place] for tensors in left]
         return result
@@ -81,64 +84,49 @@ class MuonStep:
     def end_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Compute the step of the noted matrices. Collective."""
         members, self._members = self._members, []
-        by_axis: dict[tuple[int, int], list[_Member]] = {}
-        for member in members:
-            by_axis.setdefault(member.parameter.sharding.axis.key, []).append(member)
-        results: list[tuple[list[_Member], list[Tensor]]] = []
-        try:
-            with torch.no_grad():
-                for alike in by_axis.values():
-                    results.append((alike, self._orthogonalized(alike)))
-        except BaseException:
-            for member in members:
-                if member.is_new:
-                    optimizer.state.pop(member.parameter.sharded, None)
-            raise
-        with torch.no_grad():
-            for alike, updates in results:
-                for member, update in zip(alike, updates):
-                    _write(member, update)
-
-    def _orthogonalized(self, members: list[_Member]) -> list[Tensor]:
-        """Return this rank's part of each orthogonalized update, without changing anything. Collective."""
-        exchange = self._exchange_of(members)
 
         def newton_schulz(index: int, whole: Tensor) -> Tensor:
             options = members[index].options
             return _torch.newton_schulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
 
-        return exchange.run(lambda index: _update(members[index]), newton_schulz)
+        pieces = [member.piece for member in members]
+        with torch.no_grad():
+            try:
+                updates = self._exchanges.run(pieces, lambda index: _update(members[index]), newton_schulz)
+            except BaseException:
+                for member in members:
+                    if member.is_new:
+                        optimizer.state.pop(member.piece.parameter.sharded, None)
+                raise
+            for member, update in zip(members, updates):
+                _write(member, update)
 
-    def _exchange_of(self, members: list[_Member]) -> OwnerExchange:
-        """Return the exchange of these matrices, planned anew if they are others than in the step before. Collective then."""
-        axis, unit = members[0].parameter.sharding.axis, members[0].unit
-        parameters = [member.parameter for member in members]
-        known, exchange = self._exchanges.get(axis.key, ([], None))
-        if exchange is None or len(known) != len(parameters) or any(map(is_not, known, parameters)):
-            plan = plan_owners(map(_matrix_of, members), axis.ranks, replicas=axis.replica_count)
-            exchange = OwnerExchange(plan, unit, axis, _WIRE, f"{type(self._optimizer()).__name__}.step()")
-            self._exchanges[axis.key] = parameters, exchange
-        return exchange
-
-
-def _member_of(tensors: tuple[Tensor, ...], options: dict[str, Any], *, is_new: bool) -> _Member | None:
-    """Return a sharded matrix with its gradient and momentum; None for one that `step` computes itself."""
-    parameter, grad, momentum = tensors
-    found = next(iter(logical_parameters([parameter])), None)
-    unit = None if found is None else owner_of(found)
-    if found is None or unit is None or not found.sharding.is_plain:
-        return None
-    expected = found.spec
-    for spec in _torch.specs_of([parameter, grad, momentum]):
-        if spec is None or spec.mesh != expected.mesh or spec.placements != expected.placements:
+    def _members_of(self, tensors: tuple[Tensor, ...], options: dict[str, Any], *, is_new: bool) -> list[_Member] | None:
+        """Return a sharded matrix with its gradient and momentum, or its pieces; None for one that `step` computes itself."""
+        parameter = next(iter(logical_parameters(tensors[:1])), None)
+        if parameter is None or owner_of(parameter) is None:
             return None
-    local, grad, momentum = _torch.locals_of([parameter, grad, momentum])
-    return _Member(found, unit, local, grad, momentum, options, is_new)
+        if parameter not in self._pieces:
+            self._pieces[parameter] = self._pieces_of(parameter)
+        pieces, expected = self._pieces[parameter], parameter.spec
+        if pieces is None:
+            return None
+        for spec in _torch.specs_of(tensors):
+            if spec is None or spec.mesh != expected.mesh or spec.placements != expected.placements:
+                return None
+        local, grad, momentum = _torch.locals_of(tensors)
+        return [_Member(one, one.part(local), one.part(grad), one.part(momentum), options, is_new) for one in pieces]
 
-
-def _matrix_of(member: _Member) -> Matrix:
-    rows, columns = member.parameter.shape
-    return Matrix(f"{member.unit.global_id} {member.parameter.name}", (rows, columns), member.parameter.sharding.dim)
+    def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:
+        how = self._split.get(id(parameter.sharded))
+        if how is not None:
+            return pieces_of(parameter, how)
+        try:
+            return pieces_of(parameter)
+        except ValueError as reason:  # tensor parallelism that owners do not support, and DTensor does
+            name = type(self._optimizer()).__name__
+            warn_once(f"{reason} {name} computes with it by DTensor, on every rank: slower, but right.")
+            return None
 
 
 def _update(member: _Member) -> Tensor:
@@ -154,8 +142,8 @@ def _write(member: _Member, update: Tensor) -> None:
     lr = _torch.scalar_of(options["lr"])
     member.momentum.lerp_(member.grad, 1 - options["momentum"])
     member.local.mul_(1 - lr * options["weight_decay"])
-    adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], member.parameter.shape)
-    rows, columns = member.parameter.shape
+    rows, columns = shape = torch.Size(member.piece.whole.shape)
+    adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], shape)
     if rows > columns:
         update = _column_major(update)
     member.local.add_(update.to(member.local.device), alpha=-adjusted)

@@ -33,6 +33,7 @@ from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon
 from fullshard.optim.step_entries import StepEntries
+from fullshard.optim.whole_view import has_whole_view, split_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -118,7 +119,7 @@ class _OptimizerCache:
         if self._sharded and is_element_wise(optimizer):
             self.local = LocalStep(optimizer)
         elif self._sharded and is_muon(optimizer):
-            self.local = MuonStep(optimizer)
+            self.local = MuonStep(optimizer, split_of(optimizer))
         self.had_grad: set[int] = set()
         foreign = self.local is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
@@ -166,7 +167,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             check()
     if not isinstance(cache.local, LocalStep):
         use_plain_dtensor([parameter.sharded for parameter in sharded])
-        if cache.order is not None and not is_viewed(optimizer):
+        if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
             cache.order.enter(optimizer)
     if cache.local is not None:
         _torch.have_listed_by(optimizer, cache.local, cache.local.end_step)

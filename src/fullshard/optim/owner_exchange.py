@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -12,21 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.core import CollectiveCall, GroupFingerprints, ShardAxis, Unit
-from fullshard.optim.owners import OwnerPlan
+from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, Unit
+from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
 
 _KIND = "all_to_all"  # `Message.kind` of these collectives
 
 
 @dataclass(frozen=True, slots=True)
-class _Route:
-    """Matrices, shapes and sizes of a bucket's messages, as this rank sends and receives them; equal in every step."""
+class Across:
+    """Tensor parallelism: what the owners have are blocks of matrices, which their tensor-parallel ranks exchange in turn.
 
-    order: list[int]  # the matrices, by owner
-    shapes: list[tuple[int, int]]  # of this rank's shards, in that order
+    Attributes:
+        axis: the tensor-parallel axis.
+        matrices: the matrices of all blocks, sharded over `axis`.
+    """
+
+    axis: ShardAxis
+    matrices: Sequence[Matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Matrices, shapes and sizes of a bucket's messages, as this rank sends and receives them; equal in every step.
+
+    The memory of a message to the owners and that of the one back are the same, on both sides.
+    """
+
+    start: int  # of this rank's shards in the memory of all results, elements
+    shapes: list[tuple[int, ...]]  # of this rank's shards, by owner
     sizes: list[int]  # elements of this rank's shards, by owner
+    order: list[int]  # the matrices, by owner
     owned: list[int]  # the matrices of this rank
-    part_shapes: list[tuple[int, int]]  # of their shards, by rank and then by matrix
+    part_shapes: list[tuple[int, ...]]  # of their shards, by rank and then by matrix
     part_sizes: list[int]  # elements of their shards, by rank
 
 
@@ -37,11 +54,23 @@ class OwnerExchange:
         whole matrices of bucket k: function            (on the owner)
         results of bucket k    --back to the shards-->  (under way while bucket k+1 is computed)
 
-    Nothing that the caller holds is changed. All ranks of the axis must call `run` alike; each message is in the collective
-    log. If `run` raises on one rank, the watchdog ends the waits of the others, which raise an error that names it.
+    `run` does all of this. `to_owners` and `to_shards` are its two directions, for callers who compute with all matrices of an
+    owner at once. Nothing that the caller holds is changed. All ranks of the axis must make the same calls; each message is in
+    the collective log. If a call raises on one rank, the watchdog ends the waits of the others, which raise an error that
+    names it.
     """
 
-    def __init__(self, plan: OwnerPlan, unit: Unit, axis: ShardAxis, dtype: torch.dtype, doing: str) -> None:
+    def __init__(
+        self,
+        plan: OwnerPlan,
+        unit: Unit,
+        axis: ShardAxis,
+        dtype: torch.dtype,
+        doing: str,
+        *,
+        across: Across | None = None,
+        is_inner: bool = False,
+    ) -> None:
         """Compare the plan between the ranks. Collective.
 
         Args:
@@ -50,12 +79,13 @@ class OwnerExchange:
             axis: the axis that the matrices are sharded over.
             dtype: dtype of the messages and of the function's results.
             doing: the call that needs the exchange, for errors.
+            across: for tensor parallelism, how the blocks that `plan` distributes form matrices; else None.
+            is_inner: True for the exchange over a tensor-parallel axis inside of another one, which agrees for both.
 
         Raises:
             ValueError: on all ranks, if their plans differ.
         """
         self.plan, self._axis, self._dtype, self._doing = plan, axis, dtype, doing
-        self._agreement = unit.agreement(doing).on_axis(axis)
         communicator = unit.runtime.communicator
         self._communicator = communicator
         log = communicator.log_of(axis)
@@ -63,14 +93,44 @@ class OwnerExchange:
         log.allow_message_size(plan.slot_nbytes)
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # and the memory that each message is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
-        self._routes = [self._route(bucket) for bucket in plan.buckets]
-        self._of_replicas = [plan.of_replica(replica) for replica in range(plan.replicas)]
-        self._shapes_of_replicas = [self._shapes(indices, axis.rank) for indices in self._of_replicas]
-        if plan.ranks * plan.replicas > 1 and not self._agreement.all_equal(plan.digest.encode()):
+        # The memory of the results: for each replica, its matrices by bucket and owner. The shards are sent from there.
+        self._orders = [self._order(replica, plan.buckets) for replica in range(plan.replicas)]
+        self._shapes_of_replicas = [self._shapes(indices, axis.rank) for indices in self._orders]
+        self._most = max(map(_numel, self._shapes_of_replicas))
+        self._routes: list[_Route] = []
+        for bucket in plan.buckets:
+            self._routes.append(self._route(bucket, sum(sum(route.sizes) for route in self._routes)))
+        axes = [axis] if across is None else [axis, across.axis]
+        self._is_alone = is_inner or all(one.ranks * one.replica_count == 1 for one in axes)
+        self._agreement = Agreement(communicator, axes, unit.unit_name, doing, f"{unit.global_id} {doing}")
+        content = plan.digest if across is None else f"{plan.digest} {across.matrices}"
+        if not self._is_alone and not self._agreement.all_equal(content.encode()):
             raise ValueError(
                 f"{doing}: the ranks have different matrices. Pass the same parameters on all ranks, and run the same backward "
                 "on all of them, so that the same parameters have gradients."
             )
+        self._inner: list[OwnerExchange] | None = None
+        if across is not None:
+            self._inner = [
+                OwnerExchange(self._plan_across(route, across), unit, across.axis, dtype, doing, is_inner=True)
+                for route in self._routes
+            ]
+
+    @property
+    def owned(self) -> list[int]:
+        """The matrices that this rank owns."""
+        if self._inner is None:
+            return [index for route in self._routes for index in route.owned]
+        return [route.owned[index] for route, inner in zip(self._routes, self._inner) for index in inner.owned]
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A block with calls of this exchange, in which exceptions are reported to the other ranks."""
+        with self._communicator.reporting_exceptions(self._doing):
+            try:
+                yield
+            finally:
+                self._leave()
 
     def run(self, shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
         """Return this rank's part of each result. Collective.
@@ -83,108 +143,210 @@ class OwnerExchange:
         Returns:
             For each matrix a tensor with the shape of the shard, in the dtype of the messages.
         """
-        with self._communicator.reporting_exceptions(self._doing):
-            try:
-                return self._run(shard, function)
-            finally:
-                self._leave()
+        with self.call():
+            results = self._run(shard, function)
+            self.confirm()
+            return results
 
     def _run(self, shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
-        plan = self.plan
-        results: list[Tensor] = [torch.empty(0)] * len(plan.matrices)
-        there = self._send_to_owners(0, shard) if plan.buckets else None
-        back: tuple[int, Tensor, CollectiveCall | None] | None = None
+        every, own = self._memory_of_results()
+        there = self._send_to_owners(0, shard, own) if self._routes else None
+        back: CollectiveCall | None = None
         for number, route in enumerate(self._routes):
-            arrived, call = there if there is not None else (torch.empty(0), None)
+            assert there is not None
+            slot, call = there
+            there = self._send_to_owners(number + 1, shard, own) if number + 1 < len(self._routes) else None
+            self._wait(call)
+            self._compute(number, slot, function)
+            before, back = back, self._send(_of(route, own), slot, route.sizes, route.part_sizes, "results of owners")
+            del slot
+            self._wait(before)
+        self._wait(back)
+        return self._results(every)
+
+    def to_owners(self, shard: Callable[[int], Tensor]) -> dict[int, Tensor]:
+        """Return the whole matrices that this rank owns, by index. Collective.
+
+        Args:
+            shard: returns this rank's shard of a matrix (by index), as for `run`.
+
+        Returns:
+            Tensors with memory of their own.
+        """
+        found: dict[int, Tensor] = {}
+        there = self._send_to_owners(0, shard) if self._routes else None
+        for number, route in enumerate(self._routes):
+            assert there is not None
+            slot, call = there
             there = self._send_to_owners(number + 1, shard) if number + 1 < len(self._routes) else None
             self._wait(call)
-            answers = {index: function(index, whole) for index, whole in self._assembled(route, arrived).items()}
-            sent_back = self._send_back(route, answers)
-            if back is not None:
-                self._take(*back, results)
-            back = number, *sent_back
-        if back is not None:
-            self._take(*back, results)
-        if plan.replicas > 1:
-            self._share(results)
-        if plan.ranks * plan.replicas > 1:
-            # No rank changes anything before all ranks have all results. The host waits too: on an accelerator it runs ahead,
-            # and would queue the writes behind messages that a failed rank never sends.
-            self._agreement.maximum(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        return results
+            wholes = self._assembled(number, slot)
+            if self._inner is not None:
+                wholes = {
+                    route.owned[index]: whole for index, whole in self._inner[number].to_owners(_nth(route, wholes)).items()
+                }
+            found.update(wholes)
+        return found
+
+    def to_shards(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
+        """Return this rank's shard of each matrix. Collective.
+
+        Args:
+            wholes: the matrices that this rank owns, by index.
+
+        Returns:
+            For each matrix a tensor with the shape of the shard, in the dtype of the messages.
+        """
+        every, own = self._memory_of_results()
+        before: CollectiveCall | None = None
+        for number, route in enumerate(self._routes):
+            slot = self._new(sum(route.part_sizes))
+            blocks = wholes
+            if self._inner is not None:
+                inner = self._inner[number]
+                parts = inner.to_shards({index: wholes[route.owned[index]] for index in inner.owned})
+                blocks = dict(zip(route.owned, parts))
+            for index, places in self._parts(number, slot).items():
+                self._fill(places, index, blocks[index])
+            call = self._send(_of(route, own), slot, route.sizes, route.part_sizes, "results of owners")
+            self._wait(before)
+            before = call
+        self._wait(before)
+        return self._results(every)
+
+    def confirm(self, content: bytes = b"") -> bool:
+        """Wait until all ranks are here, and return True if their `content` is equal. Collective.
+
+        No rank changes anything before. The host waits too: on an accelerator it runs ahead, and would queue the writes behind
+        messages that a failed rank never sends.
+        """
+        return self._is_alone or self._agreement.all_equal(content)
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Return the element-wise maximum of small tensors over all ranks. Collective."""
+        return tensor if self._is_alone else self._agreement.maximum(tensor)
+
+    # --- what the owner does ---
+
+    def _compute(self, number: int, slot: Tensor, function: Callable[[int, Tensor], Tensor]) -> None:
+        """Replace the whole matrices of a bucket, of which `slot` has the parts, by the function's results."""
+        route, parts = self._routes[number], self._parts(number, slot)
+        if self._inner is not None:
+            blocks = self._assembled(number, slot)
+            results = self._inner[number]._run(_nth(route, blocks), lambda index, whole: function(route.owned[index], whole))
+            for index, result in zip(route.owned, results):
+                self._fill(parts[index], index, result)
+            return
+        for index in route.owned:
+            whole = self._whole(index, parts[index], slot)
+            result = function(index, whole)
+            if result is not whole and result.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr():
+                result = result.clone()  # another view of the memory that is written next
+            self._fill(parts[index], index, result)
+
+    def _parts(self, number: int, slot: Tensor) -> dict[int, list[Tensor]]:
+        """Return the parts of each matrix of a bucket that this rank owns. `slot`: all parts, by rank and then by matrix."""
+        route = self._routes[number]
+        parts = _views(slot, route.part_shapes)
+        return {index: parts[place :: len(route.owned)] for place, index in enumerate(route.owned)}
+
+    def _assembled(self, number: int, slot: Tensor) -> dict[int, Tensor]:
+        return {index: self._whole(index, parts, slot) for index, parts in self._parts(number, slot).items()}
+
+    def _whole(self, index: int, parts: list[Tensor], slot: Tensor) -> Tensor:
+        """Return a whole matrix of its parts, which are in `slot`."""
+        matrix = self.plan.matrices[index]
+        if matrix.dim == 0 and slot.numel() == prod(matrix.shape):  # in rank order, the parts are the matrix
+            return slot.view(matrix.shape)
+        return torch.cat(parts, matrix.dim)
+
+    def _fill(self, parts: list[Tensor], index: int, whole: Tensor) -> None:
+        """Copy a whole matrix to its parts."""
+        dim = self.plan.matrices[index].dim
+        for part, rows in zip(parts, whole.split([part.shape[dim] for part in parts], dim)):
+            part.copy_(rows)
+
+    def _plan_across(self, route: _Route, across: Across) -> OwnerPlan:
+        """Return the plan of a bucket's blocks over the tensor-parallel axis."""
+        plan = self.plan
+        costs: dict[Matrix, float] = {across.matrices[index]: plan.costs[index] for index in route.owned}
+        known: Cost = costs.__getitem__
+        every = [across.matrices[index] for index in route.owned]
+        return plan_owners(every, across.axis.ranks, replicas=1, cost=known, itemsize=plan.itemsize)
 
     # --- messages ---
 
-    def _route(self, bucket: Sequence[int]) -> _Route:
+    def _order(self, replica: int, buckets: Iterable[Sequence[int]]) -> list[int]:
+        """Return the matrices that a replica owns, by bucket and owner."""
+        plan = self.plan
+        return [
+            index
+            for bucket in buckets
+            for owner in range(replica * plan.ranks, (replica + 1) * plan.ranks)
+            for index in bucket
+            if plan.owners[index] == owner
+        ]
+
+    def _route(self, bucket: Sequence[int], start: int) -> _Route:
         plan, here = self.plan, self._axis.rank
-        by_owner: list[list[int]] = [[] for _ in range(plan.ranks)]  # of this replica
-        for index in plan.of_replica(self._replica, bucket):
+        order = self._order(self._replica, [bucket])
+        by_owner: list[list[int]] = [[] for _ in range(plan.ranks)]
+        for index in order:
             by_owner[plan.owners[index] % plan.ranks].append(index)
-        order, owned = [index for indices in by_owner for index in indices], by_owner[here]
+        owned = by_owner[here]
         parts = [self._shapes(owned, rank) for rank in range(plan.ranks)]
         return _Route(
-            order=order,
+            start=start,
             shapes=self._shapes(order, here),
             sizes=[_numel(self._shapes(indices, here)) for indices in by_owner],
+            order=order,
             owned=owned,
             part_shapes=[shape for shapes in parts for shape in shapes],
             part_sizes=[_numel(shapes) for shapes in parts],
         )
 
-    def _shapes(self, indices: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    def _shapes(self, indices: Sequence[int], rank: int) -> list[tuple[int, ...]]:
         """Return the shapes of a rank's shards of these matrices."""
         return [self.plan.matrices[index].shard_shape(self.plan.ranks, rank) for index in indices]
 
-    def _send_to_owners(self, number: int, shard: Callable[[int], Tensor]) -> tuple[Tensor, CollectiveCall | None]:
-        """Start the message of a bucket to the owners. Return the memory in which the parts of own matrices arrive."""
+    def _memory_of_results(self) -> tuple[Tensor, Tensor]:
+        """Return memory for this rank's parts of all results, and the part of it for what this replica computes."""
+        every = self._new(self.plan.replicas * self._most)
+        return every, every[self._replica * self._most :][: self._most]
+
+    def _send_to_owners(
+        self, number: int, shard: Callable[[int], Tensor], own: Tensor | None = None
+    ) -> tuple[Tensor, CollectiveCall | None]:
+        """Start the message of a bucket to the owners. Return the memory in which the parts of own matrices arrive.
+
+        The shards are sent from `own`, the memory of the results, where the results replace them.
+        """
         route = self._routes[number]
-        sent, received = self._new(sum(route.sizes)), self._new(sum(route.part_sizes))
+        sent = self._new(sum(route.sizes)) if own is None else _of(route, own)
+        received = self._new(sum(route.part_sizes))
         for index, place in zip(route.order, _views(sent, route.shapes)):
             place.copy_(shard(index))
         return received, self._send(received, sent, route.part_sizes, route.sizes, "matrices to their owners")
 
-    def _assembled(self, route: _Route, arrived: Tensor) -> dict[int, Tensor]:
-        """Return the whole matrices that this rank owns. `arrived`: their parts, by rank and then by matrix."""
-        matrices, owned = self.plan.matrices, route.owned
-        if len(owned) == 1 and matrices[owned[0]].dim == 0:  # in rank order, the parts are the matrix
-            return {owned[0]: arrived.view(matrices[owned[0]].shape)}
-        parts = _views(arrived, route.part_shapes)
-        return {index: torch.cat(parts[place :: len(owned)], matrices[index].dim) for place, index in enumerate(owned)}
+    def _results(self, every: Tensor) -> list[Tensor]:
+        """Return this rank's part of each result; with replicas, all-gather those of the other ones before."""
+        plan = self.plan
+        slots = [every[replica * self._most :][: self._most] for replica in range(plan.replicas)]
+        if plan.replicas > 1 and self._most:
+            self._share(every, slots[self._replica])
+        results: list[Tensor] = [every] * len(plan.matrices)
+        for order, slot, shapes in zip(self._orders, slots, self._shapes_of_replicas):
+            for index, part in zip(order, _views(slot, shapes)):
+                results[index] = part
+        return results
 
-    def _send_back(self, route: _Route, answers: dict[int, Tensor]) -> tuple[Tensor, CollectiveCall | None]:
-        """Start the message with the results of a bucket. Return the memory in which this rank's parts arrive."""
-        sent, received = self._new(sum(route.part_sizes)), self._new(sum(route.sizes))
-        places = _views(sent, route.part_shapes)
-        for place, index in enumerate(route.owned):
-            dim, parts = self.plan.matrices[index].dim, places[place :: len(route.owned)]
-            for part, result in zip(parts, answers[index].split([part.shape[dim] for part in parts], dim)):
-                part.copy_(result)
-        return received, self._send(received, sent, route.sizes, route.part_sizes, "results of owners")
-
-    def _take(self, number: int, received: Tensor, call: CollectiveCall | None, results: list[Tensor]) -> None:
-        """Wait for the results of a bucket, and store this rank's parts in `results`."""
-        self._wait(call)
-        route = self._routes[number]
-        for index, part in zip(route.order, _views(received, route.shapes)):
-            results[index] = part
-
-    def _share(self, results: list[Tensor]) -> None:
-        """All-gather the results over the replicas. Each replica computed a part of the matrices."""
+    def _share(self, every: Tensor, own: Tensor) -> None:
+        """All-gather the results over the replicas, in place. Each replica computed a part of the matrices."""
         replicas, communicator = self._axis.replicas, self._communicator
         assert replicas is not None
-        shapes = self._shapes_of_replicas
-        most = max(map(_numel, shapes))
-        every = self._new(len(shapes) * most)
-        slots = [every[replica * most :][:most] for replica in range(len(shapes))]
-        for index, place in zip(self._of_replicas[self._replica], _views(slots[self._replica], shapes[self._replica])):
-            place.copy_(results[index])
-        if most:
-            communicator.traffic.record("all_gather", [every], len(shapes))
-            start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [slots[self._replica]])
-            communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
-        for indices, slot, of_replica in zip(self._of_replicas, slots, shapes):
-            for index, part in zip(indices, _views(slot, of_replica)):
-                results[index] = part
+        communicator.traffic.record("all_gather", [every], self.plan.replicas)
+        start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [own])
+        communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
 
     def _new(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._axis.device)
@@ -215,20 +377,32 @@ class OwnerExchange:
         On the CPU messages keep their memory alive themselves, and may never come.
         """
         left, self._in_flight = self._in_flight, {}
+        for inner in self._inner or ():
+            inner._leave()
         if self._communicator.async_device is not None:
             for call in left:
                 with suppress(Exception):
                     call.wait()
 
 
-def _numel(shapes: Iterable[tuple[int, int]]) -> int:
+def _of(route: _Route, own: Tensor) -> Tensor:
+    """Return the part of a bucket in the memory of the results."""
+    return own[route.start :][: sum(route.sizes)]
+
+
+def _nth(route: _Route, blocks: Mapping[int, Tensor]) -> Callable[[int], Tensor]:
+    """Return a function that returns the block of the matrix with a number among those of a bucket."""
+    return lambda number: blocks[route.owned[number]]
+
+
+def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(map(prod, shapes))
 
 
-def _views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return tensors of these shapes, one behind the other from the start of `flat`."""
     sizes = [prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
 
 
-__all__ = ["OwnerExchange"]
+__all__ = ["Across", "OwnerExchange"]

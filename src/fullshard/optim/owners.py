@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,32 +20,62 @@ WIRE_ITEMSIZE = 2  # bytes of an element on its way: Newton-Schulz reads and ret
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One sharded matrix.
+    """One sharded matrix: a parameter, or a part of one (a head, q of a fused qkv, an expert of a stack).
+
+        parameter, sharded over 3 ranks    |0 1 2 3|4 5 6 7|8 9 . .|    length=10
+        the matrix in it                        [3 4 5 6]               start=3, shape[dim]=4; ranks 0 and 1 have shards
 
     Args:
         name: its qualified name.
-        shape: its whole shape, (rows, columns).
+        shape: its whole shape, (rows, columns), or more dims; those behind the first count as columns.
         dim: the dim that is sharded, by torch.chunk's rule.
+        start: where it begins in its parameter, along `dim`.
+        length: length of its parameter along `dim`; None if it is the whole parameter.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dim: int = 0
+    start: int = 0
+    length: int | None = None
 
     @property
     def cost(self) -> int:
         """Multiplications of one Newton-Schulz iteration, up to a factor: three products of the smaller side."""
-        small, large = sorted(self.shape)
+        small, large = sorted(as_matrix(self.shape))
         return small * small * (2 * large + small)
 
-    def shard_shape(self, ranks: int, rank: int) -> tuple[int, int]:
+    def rows(self, ranks: int, rank: int) -> range:
+        """Return the rows of the matrix, along `dim`, that one rank has."""
+        own = self.shape[self.dim]
+        extent = Extent.of_rank(own if self.length is None else self.length, ranks=ranks, rank=rank)
+        first = min(max(extent.start - self.start, 0), own)
+        return range(first, min(max(extent.stop - self.start, first), own))
+
+    def shard_shape(self, ranks: int, rank: int) -> tuple[int, ...]:
         """Return the shape of the shard of one rank."""
-        rows = Extent.of_rank(self.shape[self.dim], ranks=ranks, rank=rank).rows
-        return (rows, self.shape[1]) if self.dim == 0 else (self.shape[0], rows)
+        return (*self.shape[: self.dim], len(self.rows(ranks, rank)), *self.shape[self.dim + 1 :])
 
     def shard_numel(self, ranks: int, rank: int) -> int:
         """Return the elements of the shard of one rank."""
         return prod(self.shard_shape(ranks, rank))
+
+    def holder(self, ranks: int) -> int | None:
+        """Return the rank that has all rows; None if several ranks have some."""
+        length, own = self.shape[self.dim] if self.length is None else self.length, self.shape[self.dim]
+        chunk = Extent.of_rank(length, ranks=ranks, rank=0).chunk
+        first = self.start // chunk if chunk else 0
+        return first if self.start + own <= (first + 1) * chunk else None
+
+
+Cost = Callable[[Matrix], float]
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Return (rows, columns) of a shape of at least one dim. A leading dim of 1, of one expert of a stack, is left out."""
+    if len(shape) > 2 and shape[0] == 1:
+        shape = shape[1:]
+    return shape[0], prod(shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +90,26 @@ class OwnerPlan:
         ranks: number of ranks over which each matrix is sharded.
         replicas: number of replicas of the shards.
         matrices: the matrices.
+        costs: time to compute with each matrix, in any unit.
         owners: the owner of each matrix: its index among the shards, plus `ranks` times its replica.
         buckets: indices of the matrices of each bucket, in ascending order.
+        itemsize: bytes of an element on its way.
     """
 
     ranks: int
     replicas: int
     matrices: tuple[Matrix, ...]
+    costs: tuple[float, ...]
     owners: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
+    itemsize: int = WIRE_ITEMSIZE
 
     @property
-    def loads(self) -> tuple[int, ...]:
+    def loads(self) -> tuple[float, ...]:
         """Cost of the matrices of each owner."""
-        loads = [0] * (self.ranks * self.replicas)
-        for matrix, owner in zip(self.matrices, self.owners):
-            loads[owner] += matrix.cost
+        loads: list[float] = [0] * (self.ranks * self.replicas)
+        for cost, owner in zip(self.costs, self.owners):
+            loads[owner] += cost
         return tuple(loads)
 
     @property
@@ -98,8 +132,27 @@ class OwnerPlan:
         chosen = range(len(self.matrices)) if indices is None else indices
         return [index for index in chosen if self.owners[index] // self.ranks == replica]
 
+    def only(self, indices: Sequence[int]) -> OwnerPlan:
+        """Return the plan of some of the matrices, with the same owners.
+
+        Args:
+            indices: the matrices, in ascending order.
+
+        Returns:
+            The plan. Its buckets are those of this plan without the other matrices.
+        """
+        place = {index: number for number, index in enumerate(indices)}
+        buckets = (tuple(place[index] for index in bucket if index in place) for bucket in self.buckets)
+        return replace(
+            self,
+            matrices=tuple(self.matrices[index] for index in indices),
+            costs=tuple(self.costs[index] for index in indices),
+            owners=tuple(self.owners[index] for index in indices),
+            buckets=tuple(bucket for bucket in buckets if bucket),
+        )
+
     def sent_nbytes(self, rank: int, replica: int = 0) -> int:
-        """Return the bytes that a rank sends to other ranks in a step: to owners, back, and to other replicas, in bfloat16.
+        """Return the bytes that a rank sends to other ranks in a step: to owners, back, and to other replicas.
 
         Args:
             rank: its index among the shards, from 0.
@@ -114,50 +167,101 @@ class OwnerPlan:
             mine = matrix.shard_numel(self.ranks, rank)
             numel += prod(matrix.shape) - mine if owner == rank else mine
             numel += (self.replicas - 1) * mine
-        return numel * WIRE_ITEMSIZE
+        return numel * self.itemsize
 
     @property
     def slot_nbytes(self) -> int:
-        """Bytes of the largest bucket's matrices on one owner, in bfloat16. Two buckets are in memory at once."""
-        most = 0
+        """Bytes of the largest bucket's matrices on one owner."""
+        return max((nbytes for bucket in self.buckets for nbytes in self._slots(bucket)), default=0)
+
+    def peak_nbytes(self, rank: int, replica: int = 0) -> int:
+        """Return the bytes that a step of Muon allocates at most on a rank, beside the memory of the function itself.
+
+        Up to three buckets of whole matrices are in memory at once: one arrives, one is computed, one leaves. This rank's
+        shards of all matrices are there in the dtype of the messages, of other replicas' matrices as well, until all ranks
+        have all results. A matrix is there twice while the function computes with it, unless it is the only one of its bucket.
+
+        Args:
+            rank: its index among the shards, from 0.
+            replica: its replica, from 0.
+
+        Returns:
+            The bytes.
+        """
+        slots = [self._slots(bucket)[rank + self.ranks * replica] for bucket in self.buckets]
+        around = [sum(slots[max(0, number - 1) : number + 2]) for number in range(len(slots))]
+        copied = []
         for bucket in self.buckets:
-            held = [0] * (self.ranks * self.replicas)
-            for index in bucket:
-                held[self.owners[index]] += prod(self.matrices[index].shape) * WIRE_ITEMSIZE
-            most = max(most, *held)
-        return most
+            owned = [self.matrices[index] for index in bucket if self.owners[index] == rank + self.ranks * replica]
+            is_view = len(owned) == 1 and owned[0].dim == 0  # the shards that arrived, in rank order, are the matrix
+            copied.append(0 if is_view else max((prod(matrix.shape) for matrix in owned), default=0) * self.itemsize)
+        return self.results_nbytes(rank) + max(map(sum, zip(around, copied)), default=0)
+
+    def results_nbytes(self, rank: int) -> int:
+        """Return the bytes of a rank's shards of all matrices, in the dtype of the messages.
+
+        Args:
+            rank: its index among the shards, from 0.
+
+        Returns:
+            The bytes; with replicas, of as much per replica as the one with the most has.
+        """
+        shards = (
+            sum(self.matrices[index].shard_numel(self.ranks, rank) for index in self.of_replica(replica))
+            for replica in range(self.replicas)
+        )
+        return self.replicas * max(shards) * self.itemsize
 
     @property
     def digest(self) -> str:
         """Hash of the plan, to compare it between ranks."""
-        parts = self.ranks, self.replicas, self.matrices, self.owners, self.buckets
+        parts = self.ranks, self.replicas, self.matrices, self.owners, self.buckets, self.itemsize
         return hashlib.sha1(repr(parts).encode()).hexdigest()[:16]
 
+    def _slots(self, bucket: Sequence[int]) -> list[int]:
+        """Return the bytes of a bucket's matrices on each owner."""
+        held = [0] * (self.ranks * self.replicas)
+        for index in bucket:
+            held[self.owners[index]] += prod(self.matrices[index].shape) * self.itemsize
+        return held
+
     def __str__(self) -> str:
-        sent = [self.sent_nbytes(rank, replica) for rank in range(self.ranks) for replica in range(self.replicas)]
+        places = [(rank, replica) for replica in range(self.replicas) for rank in range(self.ranks)]
+        sent = [self.sent_nbytes(*place) for place in places]
+        held = [self.peak_nbytes(*place) for place in places]
         counts = [self.owners.count(owner) for owner in range(self.ranks * self.replicas)]
         where = f"{self.ranks} ranks" if self.replicas == 1 else f"{self.replicas} x {self.ranks} ranks"
         return (
             f"{len(self.matrices)} matrices on {where}, {min(counts)} to {max(counts)} each, in buckets: "
             f"{len(self.buckets)}\nthe busiest rank computes {self.imbalance:.2f} times the mean\na rank sends at most "
-            f"{max(sent) / 1e6:,.1f} MB per step, and holds at most {2 * self.slot_nbytes / 1e6:,.1f} MB of whole matrices"
+            f"{max(sent) / 1e6:,.1f} MB per step, and allocates at most {max(held) / 1e6:,.1f} MB for it"
         )
 
 
 def plan_owners(
-    matrices: Iterable[tuple[str, Any] | Matrix], ranks: int, *, replicas: int = 1, bucket_nbytes: int = BUCKET_NBYTES
+    matrices: Iterable[tuple[str, Any] | Matrix],
+    ranks: int,
+    *,
+    replicas: int = 1,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    cost: Cost | None = None,
+    itemsize: int = WIRE_ITEMSIZE,
 ) -> OwnerPlan:
     """Plan which rank computes with which whole matrix in a step of Muon. It needs no process group.
 
     The longest computation goes to the rank with the least so far; of equal ranks to that with the fewest bytes, then to the
-    first one. The plan depends on names, shapes and the number of ranks only, so it is equal on all ranks.
+    first one. A matrix that one rank has whole, as an expert of a stack, needs no message: that rank owns it, as long as this
+    gives it no more than the mean of all. The plan depends on names, shapes and the number of ranks only, so it is equal on
+    all ranks.
 
     Args:
         matrices: (name, shape) or (name, parameter) of each matrix, or `Matrix` objects; shapes of two dims. A model's
             parameters of other dims are for another optimizer, and left out here.
         ranks: number of ranks over which each matrix is sharded.
         replicas: number of replicas of the shards, on a hybrid mesh.
-        bucket_nbytes: bytes of whole matrices (bfloat16) that one owner has in a bucket, unless one matrix has more.
+        bucket_nbytes: bytes of whole matrices that one owner has in a bucket, unless one matrix has more.
+        cost: function of a `Matrix` that returns the time to compute with it, in any unit; None for that of Newton-Schulz.
+        itemsize: bytes of an element on its way: 2 for bfloat16.
 
     Returns:
         The plan.
@@ -169,20 +273,18 @@ def plan_owners(
         >>> print(plan_owners([("up", (4096, 1024)), ("down", (1024, 4096)), ("out", (1024, 1024))], ranks=2))
         3 matrices on 2 ranks, 1 to 2 each, in buckets: 1
         the busiest rank computes 1.14 times the mean
-        a rank sends at most 9.4 MB per step, and holds at most 21.0 MB of whole matrices
+        a rank sends at most 9.4 MB per step, and allocates at most 27.3 MB for it
 
     Source: longest processing time first, Graham 1969 (doi 10.1137/0117039).
     """
-    for name, number in (("ranks", ranks), ("replicas", replicas), ("bucket_nbytes", bucket_nbytes)):
+    numbers = ("ranks", ranks), ("replicas", replicas), ("bucket_nbytes", bucket_nbytes), ("itemsize", itemsize)
+    for name, number in numbers:
         check_positive_int(name, number)
     found = tuple(one if isinstance(one, Matrix) else _matrix(*one) for one in matrices)
-    owners = [0] * len(found)
-    loads = [(0, 0, owner) for owner in range(ranks * replicas)]  # (cost, elements, owner), a heap
-    for index in sorted(range(len(found)), key=lambda index: (-found[index].cost, -prod(found[index].shape), index)):
-        cost, numel, owner = heapq.heappop(loads)
-        owners[index] = owner
-        heapq.heappush(loads, (cost + found[index].cost, numel + prod(found[index].shape), owner))
-    return OwnerPlan(ranks, replicas, found, tuple(owners), _buckets(found, owners, bucket_nbytes))
+    costs = tuple(one.cost if cost is None else cost(one) for one in found)
+    owners = _owners(found, costs, ranks, replicas)
+    buckets = _buckets(found, owners, max(1, bucket_nbytes // itemsize))
+    return OwnerPlan(ranks, replicas, found, costs, tuple(owners), buckets, itemsize)
 
 
 def _matrix(name: str, value: Any) -> Matrix:
@@ -192,20 +294,42 @@ def _matrix(name: str, value: Any) -> Matrix:
     return Matrix(name, (int(shape[0]), int(shape[1])))
 
 
-def _buckets(matrices: Sequence[Matrix], owners: Sequence[int], bucket_nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets. Each owner has a part of every bucket, as long as it has matrices left."""
+def _owners(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, replicas: int) -> list[int]:
+    """Return the owner of each matrix: longest first, to the rank with the least work."""
+    owners, mean = [0] * len(matrices), sum(costs) / (ranks * replicas)
+    loads: list[tuple[float, int]] = [(0, 0)] * (ranks * replicas)  # (cost, elements)
+    least = [(*load, owner) for owner, load in enumerate(loads)]  # a heap, whose entries of former loads are skipped
+    numels = [prod(matrix.shape) for matrix in matrices]
+    for index in sorted(range(len(matrices)), key=lambda index: (-costs[index], -numels[index], index)):
+        holder = matrices[index].holder(ranks)
+        owner = None if holder is None else min(range(holder, len(loads), ranks), key=loads.__getitem__)
+        if owner is None or loads[owner][0] + costs[index] > mean:
+            while loads[least[0][2]] != least[0][:2]:
+                heapq.heappop(least)
+            owner = least[0][2]
+        owners[index] = owner
+        loads[owner] = loads[owner][0] + costs[index], loads[owner][1] + numels[index]
+        heapq.heappush(least, (*loads[owner], owner))
+    return owners
+
+
+def _buckets(matrices: Sequence[Matrix], owners: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets, of up to `limit` elements per owner. Each owner has a part of every bucket while it has some left."""
     buckets: list[list[int]] = []
-    for one in sorted(set(owners)):
+    by_owner: dict[int, list[int]] = {}
+    for index, owner in enumerate(owners):
+        by_owner.setdefault(owner, []).append(index)
+    for _, owned in sorted(by_owner.items()):
         number, room = -1, 0
-        for index in (index for index, owner in enumerate(owners) if owner == one):
-            nbytes = prod(matrices[index].shape) * WIRE_ITEMSIZE
-            if number < 0 or nbytes > room:
-                number, room = number + 1, bucket_nbytes
-            room -= nbytes
+        for index in owned:
+            numel = prod(matrices[index].shape)
+            if number < 0 or numel > room:
+                number, room = number + 1, limit
+            room -= numel
             if number == len(buckets):
                 buckets.append([])
             buckets[number].append(index)
     return tuple(tuple(sorted(bucket)) for bucket in buckets)
 
 
-__all__ = ["Matrix", "OwnerPlan", "plan_owners"]
+__all__ = ["Cost", "Matrix", "OwnerPlan", "as_matrix", "plan_owners"]

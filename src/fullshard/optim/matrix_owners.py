@@ -1,0 +1,216 @@
+"""Functions of whole matrices over sharded parameters: the exchanges of one caller, and `MatrixOwners` for users' own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_not
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.core import ShardedParameter, logical_parameters, replacement_of, to_local
+from fullshard.optim.owner_exchange import Across, OwnerExchange
+from fullshard.optim.owners import Cost, OwnerPlan, as_matrix, plan_owners
+from fullshard.optim.pieces import Piece, Split, pieces_of, resolved_split
+
+
+def by_mesh(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Return the indices of the pieces that are exchanged together, i.e. distributed over the same process groups."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        found.setdefault(piece.mesh, []).append(index)
+    return list(found.values())
+
+
+def plan_of(pieces: Sequence[Piece], dtype: torch.dtype, cost: Cost | None) -> OwnerPlan:
+    """Return the plan of pieces of one mesh. `cost` gets the whole matrix, under tensor parallelism too."""
+    axis = pieces[0].parameter.sharding.axis
+    wholes = {piece.matrix: piece.whole for piece in pieces}
+    known: Cost = lambda matrix: wholes[matrix].cost if cost is None else cost(wholes[matrix])  # noqa: E731
+    matrices = [piece.matrix for piece in pieces]
+    return plan_owners(matrices, axis.ranks, replicas=axis.replica_count, cost=known, itemsize=dtype.itemsize)
+
+
+def exchange_of(pieces: Sequence[Piece], plan: OwnerPlan, dtype: torch.dtype, doing: str) -> OwnerExchange:
+    """Return the exchange of pieces of one mesh. Collective: it compares the plan between the ranks."""
+    first = pieces[0]
+    across = None if first.across is None else Across(first.across, [piece.whole for piece in pieces])
+    return OwnerExchange(plan, first.unit, first.parameter.sharding.axis, dtype, doing, across=across)
+
+
+class Exchanges:
+    """The exchanges of one caller, by mesh. An exchange is planned anew if its matrices are others than in the call before."""
+
+    __slots__ = ("_cost", "_doing", "_dtype", "_known")
+
+    def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None) -> None:
+        self._doing, self._dtype, self._cost = doing, dtype, cost
+        self._known: dict[tuple[object, ...], tuple[list[Piece], OwnerExchange]] = {}
+
+    def run(
+        self, pieces: Sequence[Piece], shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Return this rank's part of the function's result for each piece. Collective.
+
+        Args:
+            pieces: the matrices.
+            shard: returns this rank's shard of a matrix, by index in `pieces`.
+            function: called on the owner with the index and the whole matrix; see `OwnerExchange.run`.
+        """
+        results: list[Tensor] = [torch.empty(0)] * len(pieces)
+        for indices in by_mesh(pieces):
+            # as defaults, since the functions are called within this round only
+            def of(number: int, indices: list[int] = indices) -> Tensor:
+                return shard(indices[number])
+
+            def on_owner(number: int, whole: Tensor, indices: list[int] = indices) -> Tensor:
+                return function(indices[number], whole)
+
+            for index, part in zip(indices, self._exchange_of([pieces[index] for index in indices]).run(of, on_owner)):
+                results[index] = part
+        return results
+
+    def _exchange_of(self, pieces: list[Piece]) -> OwnerExchange:
+        known, exchange = self._known.get(pieces[0].mesh, ([], None))
+        if exchange is None or len(known) != len(pieces) or any(map(is_not, known, pieces)):
+            exchange = exchange_of(pieces, plan_of(pieces, self._dtype, self._cost), self._dtype, self._doing)
+            self._known[pieces[0].mesh] = pieces, exchange
+        return exchange
+
+
+class MatrixOwners:
+    """Computes a function of whole matrices over sharded parameters, each matrix on one rank.
+
+    For optimizers of your own whose update is a function of the whole matrix, as Newton-Schulz. (`torch.optim.Muon` needs no
+    call, and optimizers of other libraries step on whole matrices by `whole_view`.) Of parameters that are not sharded, every
+    rank computes with all.
+
+    Args:
+        parameters: the parameters of at least two dims, sharded or plain.
+        split: the pieces of parameters that are several matrices: a number of equal pieces or their sizes along dim 0, or
+            `Pieces`. A parameter of more than two dims that is not split, as the kernel of a convolution, is one matrix with
+            all dims behind the first as columns.
+        cost: function of a `Matrix` that returns the time to compute with it, in any unit; None for that of Newton-Schulz.
+        dtype: dtype in which matrices travel, in both directions. bfloat16 changes no result of functions that begin by
+            casting to it and return it.
+
+    Raises:
+        ValueError: if a parameter has fewer than two dims, or cannot be split like this.
+
+    Example:
+        >>> owners = fullshard.MatrixOwners(matrices, split={qkv.weight: 3})                  # doctest: +SKIP
+        >>> for parameter, update in zip(matrices, owners.map(orthogonalize, updates)):       # doctest: +SKIP
+        ...     parameter.add_(update, alpha=-0.02)
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        split: Split | None = None,
+        cost: Cost | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._parameters, self._dtype, self._cost = list(parameters), dtype, cost
+        for parameter in self._parameters:
+            if parameter.ndim < 2:
+                raise ValueError(
+                    f"MatrixOwners takes parameters of at least two dims, got one of shape {tuple(parameter.shape)}. Leave it "
+                    "to an element-wise optimizer."
+                )
+        self._exchanges = Exchanges("MatrixOwners.map()", dtype, cost)
+        self._split = resolved_split(split)
+        self._logical: list[ShardedParameter | None] = []  # of each parameter when the pieces were listed
+        self._pieces: list[tuple[int, Piece]] = []  # with the index of its parameter
+        self._list_pieces()
+
+    def _list_pieces(self) -> None:
+        """List the pieces anew if parameters were sharded, unsharded or grouped anew since the last call."""
+        self._parameters = [replacement_of(parameter) or parameter for parameter in self._parameters]
+        logical = [next(iter(logical_parameters([parameter])), None) for parameter in self._parameters]
+        if len(logical) != len(self._logical) or any(map(is_not, logical, self._logical)):
+            self._logical, self._pieces = logical, []
+            for index, (parameter, one) in enumerate(zip(self._parameters, logical)):
+                if one is not None:
+                    self._pieces += [(index, piece) for piece in pieces_of(one, self._split.get(id(parameter)))]
+
+    @property
+    def plans(self) -> list[OwnerPlan]:
+        """The plan of each mesh that the matrices are distributed over. Print one for a summary."""
+        pieces = [piece for _, piece in self._pieces]
+        return [plan_of([pieces[index] for index in indices], self._dtype, self._cost) for indices in by_mesh(pieces)]
+
+    def map(self, function: Callable[[Tensor, str], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the function's result for every matrix, sharded as the parameters are. Collective.
+
+        Args:
+            function: called on the owner of a matrix with the matrix, (rows, columns) in the dtype of the messages, which it
+                may overwrite, and its name; returns a tensor of the same shape.
+            tensors: for each parameter a tensor that is sharded like it: its gradient, or an update.
+
+        Returns:
+            For each parameter a DTensor sharded like it, in the dtype of the messages; a plain tensor for a plain parameter.
+
+        Raises:
+            ValueError: if the number of tensors, a shape or a placement is another than that of the parameters, before any
+                message; on all ranks, if their matrices differ.
+            StateError: if another rank failed.
+        """
+        if len(tensors) != len(self._parameters):
+            raise ValueError(f"Expected a tensor for each of {len(self._parameters)} parameters, got {len(tensors)}.")
+        self._list_pieces()
+        shards = [_local_like(*each) for each in zip(self._parameters, self._logical, tensors)]
+        results: list[Tensor] = [torch.empty(0)] * len(tensors)
+        with torch.no_grad():
+            for index, logical in enumerate(self._logical):
+                if logical is None:
+                    whole = shards[index].to(self._dtype, copy=True)
+                    results[index] = function(whole.view(as_matrix(whole.shape)), "").reshape(whole.shape)
+            pieces = [piece for _, piece in self._pieces]
+
+            def on_owner(number: int, whole: Tensor) -> Tensor:
+                result = function(whole.view(as_matrix(whole.shape)), pieces[number].name)
+                if result.shape != as_matrix(whole.shape):
+                    raise ValueError(
+                        f"Expected the function to return a matrix of shape {as_matrix(whole.shape)} for "
+                        f"'{pieces[number].name}', got {tuple(result.shape)}."
+                    )
+                return result.reshape(whole.shape)
+
+            def shard(number: int) -> Tensor:
+                index, piece = self._pieces[number]
+                return piece.part(shards[index])
+
+            for (index, piece), part in zip(self._pieces, self._exchanges.run(pieces, shard, on_owner)):
+                parameter, part = piece.parameter, part.to(piece.parameter.local.device)
+                if piece.cut is None:
+                    results[index] = parameter.dtensor_like_shard(part)
+                    continue
+                if not isinstance(results[index], DTensor):
+                    results[index] = parameter.dtensor_like_shard(part.new_empty(parameter.sharding.shard_shape))
+                piece.part(to_local(results[index])).copy_(part)
+        return results
+
+
+def _local_like(parameter: nn.Parameter, logical: ShardedParameter | None, tensor: Tensor) -> Tensor:
+    """Return the local tensor of `tensor`, which must be distributed like the parameter."""
+    if logical is None:
+        if tensor.shape != parameter.shape or isinstance(tensor, DTensor):
+            raise ValueError(
+                f"Expected a plain tensor for a parameter of shape {tuple(parameter.shape)} that is not sharded, got a "
+                f"{type(tensor).__name__} of shape {tuple(tensor.shape)}."
+            )
+        return tensor
+    spec, expected = _torch.specs_of([tensor])[0], logical.spec
+    if spec is None or tensor.shape != parameter.shape or (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
+        where = "a plain tensor" if spec is None else f"on {spec.mesh} with {spec.placements}"
+        raise ValueError(
+            f"Expected a tensor for parameter '{logical.name}' with its shape {tuple(parameter.shape)}, on {expected.mesh} "
+            f"with {expected.placements}, got shape {tuple(tensor.shape)}, {where}."
+        )
+    return to_local(tensor)
+
+
+__all__ = ["Exchanges", "MatrixOwners", "by_mesh", "exchange_of", "plan_of"]

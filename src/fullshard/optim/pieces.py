@@ -1,0 +1,216 @@
+"""The whole matrices in sharded parameters: each parameter is one, or is split into several (heads, fused qkv, experts)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.core import ShardAxis, ShardedParameter, Unit, logical_parameters, owner_of, resolve_mesh
+from fullshard.optim.owners import Matrix
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How one parameter is split into matrices.
+
+    Args:
+        sizes: number of pieces of equal size, or the size of each piece along `dim`.
+        dim: the dim that is split.
+
+    Example:
+        >>> fused_qkv, experts = Pieces((4096, 1024, 1024)), Pieces(8)
+
+    Raises:
+        ValueError: for a number below 1.
+    """
+
+    sizes: int | tuple[int, ...]
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        listed = (self.sizes,) if isinstance(self.sizes, int) else tuple(self.sizes)
+        if not listed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in listed):
+            raise ValueError(f"Pieces.sizes must be a number or sizes of pieces, each at least 1, got {self.sizes!r}.")
+        if not isinstance(self.sizes, int):
+            object.__setattr__(self, "sizes", listed)
+
+    def ranges(self, shape: Sequence[int], *, name: str) -> list[range]:
+        """Return the range of each piece along `dim` of a parameter.
+
+        Args:
+            shape: shape of the whole parameter.
+            name: its name, for errors.
+
+        Returns:
+            The ranges, in order.
+
+        Raises:
+            ValueError: if the parameter cannot be split like this.
+        """
+        if not 0 <= self.dim < len(shape):
+            raise ValueError(f"Expected Pieces.dim of parameter '{name}' to be 0 to {len(shape) - 1}, got {self.dim}.")
+        length = shape[self.dim]
+        if isinstance(self.sizes, int):
+            if length % self.sizes:
+                raise ValueError(f"Dim {self.dim} of parameter '{name}' has {length} rows: not {self.sizes} equal pieces.")
+            sizes: tuple[int, ...] = (length // self.sizes,) * self.sizes
+        else:
+            sizes = self.sizes
+        if sum(sizes) != length:
+            raise ValueError(f"Expected pieces of parameter '{name}' of {length} rows in dim {self.dim}, got sizes {sizes}.")
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        return [range(start, start + size) for start, size in zip(starts, sizes)]
+
+
+Split = Mapping[nn.Parameter, "int | Sequence[int] | Pieces"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One matrix of a sharded parameter, as this rank has it.
+
+    parameter --tensor parallelism--> block of this rank --shard axis--> shard; a split cuts all three.
+
+    Attributes:
+        parameter: the parameter.
+        unit: its unit.
+        matrix: the matrix of this rank's block, sharded over the shard axis.
+        across: the tensor-parallel axis over which the blocks are parts of one matrix; None if the block is the matrix.
+        whole: with `across`, the matrix of all blocks, sharded over `across`; else `matrix`.
+        cut: (dim, start, length) of the piece in this rank's shard; None for all of it.
+        number: its number among the pieces of the parameter; None if the parameter is one matrix.
+    """
+
+    parameter: ShardedParameter
+    unit: Unit
+    matrix: Matrix
+    across: ShardAxis | None
+    whole: Matrix
+    cut: tuple[int, int, int] | None
+    number: int | None
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the parameter, and the range of the piece in it."""
+        _, _, place = self.whole.name.partition("[")
+        names = (self.unit.unit_name.name, self.parameter.name)
+        return ".".join(filter(None, names)) + (f"[{place}" if place else "")
+
+    @property
+    def mesh(self) -> tuple[Any, ...]:
+        """Key of the process groups over which the matrix is distributed."""
+        return *self.parameter.sharding.axis.key, None if self.across is None else self.across.key
+
+    def part(self, shard: Tensor) -> Tensor:
+        """Return the piece in this rank's shard of the parameter, its gradient, or another tensor of that shape; a view."""
+        return shard if self.cut is None else shard.narrow(*self.cut)
+
+
+def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Piece]:
+    """Return the matrices of a parameter of which this rank has blocks.
+
+    Args:
+        parameter: the parameter, of at least one dim.
+        how: how it is split; None for one matrix.
+
+    Returns:
+        The pieces, in order: all of them, except those in blocks of other ranks under tensor parallelism.
+
+    Raises:
+        ValueError: if the parameter cannot be split like this, or is sharded over several tensor-parallel axes, or unevenly.
+    """
+    unit = owner_of(parameter)
+    assert unit is not None
+    sharding, name = parameter.sharding, ".".join(filter(None, (unit.unit_name.name, parameter.name)))
+    axis, shape, dim = sharding.axis, tuple(sharding.shape), sharding.dim
+    parallel_dim, across = _tensor_parallel(parameter, name)
+    block = range(shape[parallel_dim]) if parallel_dim is not None else range(0)
+    if across is not None and parallel_dim is not None:
+        rows = shape[parallel_dim] // across.ranks
+        block = block[across.rank * rows : (across.rank + 1) * rows]
+    found: list[Piece] = []
+    cut_dim = 0 if how is None else how.dim
+    for number, piece in enumerate([range(shape[0])] if how is None else how.ranges(shape, name=name)):
+        title, place, over = f"{unit.global_id} {parameter.name}", piece, across
+        if how is not None:
+            title += f"[{': ,' * cut_dim}{piece.start}:{piece.stop}]"
+        if over is not None and cut_dim == parallel_dim and how is not None:
+            if piece.stop <= block.start or block.stop <= piece.start:
+                continue  # in the block of another rank
+            if piece.start < block.start or block.stop < piece.stop:
+                raise ValueError(
+                    f"Rows {piece.start} to {piece.stop} of dim {cut_dim} of parameter '{name}' are one piece, but tensor "
+                    f"parallelism cuts it at {block.start if piece.start < block.start else block.stop}. Choose pieces that "
+                    "lie in one block each."
+                )
+            place, over = range(piece.start - block.start, piece.stop - block.start), None  # the block has the whole piece
+        whole_shape = _with_length(shape, cut_dim, len(piece))
+        own_shape = whole_shape if over is None or parallel_dim is None else _with_length(whole_shape, parallel_dim, len(block))
+        cut, start, length = None, 0, None
+        if how is not None and cut_dim == dim:
+            start, length = place.start, sharding.local_shape[dim]
+        matrix = Matrix(title, own_shape, dim, start, length)
+        if how is not None:
+            rows_here = matrix.rows(axis.ranks, axis.rank)
+            offset = max(0, place.start - sharding.extent.start) if cut_dim == dim else place.start
+            cut = (cut_dim, offset if rows_here or cut_dim != dim else 0, len(rows_here) if cut_dim == dim else len(place))
+        whole = matrix if over is None or parallel_dim is None else Matrix(title, whole_shape, parallel_dim)
+        found.append(Piece(parameter, unit, matrix, over, whole, cut, None if how is None else number))
+    return found
+
+
+def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
+
+
+def _tensor_parallel(parameter: ShardedParameter, name: str) -> tuple[int | None, ShardAxis | None]:
+    """Return the dim that tensor parallelism shards, and the axis it shards over; (None, None) if it shards none."""
+    sharding = parameter.sharding
+    found = [
+        (index, sharding.placements[index].dim)  # type: ignore[attr-defined]
+        for index in sharding.tensor_parallel_axes
+        if _torch.is_shard(sharding.placements[index]) and sharding.mesh.size(index) > 1
+    ]
+    if not found:
+        return None, None
+    (index, dim), *others = found
+    size, length = sharding.mesh.size(index), sharding.shape[dim]
+    if others or length % size:
+        why = f"over {len(found)} tensor-parallel axes" if others else f"unevenly: {length} rows over {size} ranks"
+        raise ValueError(f"Whole matrices of parameter '{name}' are not supported: tensor parallelism shards it {why}.")
+    names = sharding.mesh.mesh_dim_names
+    assert names is not None
+    return dim, resolve_mesh(sharding.mesh[names[index]])
+
+
+def resolved_split(split: Split | None) -> dict[int, Pieces]:
+    """Return how parameters are split, by id of the parameter.
+
+    Args:
+        split: as the caller gave it, by sharded parameter.
+
+    Returns:
+        The pieces of each parameter.
+
+    Raises:
+        ValueError: if a key is no sharded parameter, or a parameter cannot be split like this.
+    """
+    found: dict[int, Pieces] = {}
+    for tensor, how in (split or {}).items():
+        logical = next(iter(logical_parameters([tensor])), None)
+        if logical is None:
+            raise ValueError(
+                f"Expected sharded parameters as keys of split, got a {type(tensor).__name__}. Call fully_shard() first, and "
+                "take the parameters from the model then."
+            )
+        pieces = how if isinstance(how, Pieces) else Pieces(how if isinstance(how, int) else tuple(how))
+        pieces_of(logical, pieces)
+        found[id(tensor)] = pieces
+    return found
+
+
+__all__ = ["Piece", "Pieces", "Split", "pieces_of", "resolved_split"]
