@@ -147,7 +147,7 @@ class MatrixOwners:
 
         Args:
             function: called on the owner of a matrix with the matrix, (rows, columns) in the dtype of the messages, which it
-                may overwrite, and its name; returns a tensor of the same shape.
+                may overwrite, and its name, that of its unit and of the parameter in it; returns a tensor of the same shape.
             tensors: for each parameter a tensor that is sharded like it: its gradient, or an update.
 
         Returns:

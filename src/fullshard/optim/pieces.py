@@ -95,7 +95,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Qualified name of the parameter, and the range of the piece in it."""
+        """Names of the unit and of the parameter in it, and the range of the piece."""
         _, _, place = self.whole.name.partition("[")
         names = (self.unit.unit_name.name, self.parameter.name)
         return ".".join(filter(None, names)) + (f"[{place}" if place else "")

@@ -192,7 +192,11 @@ class _WholeView:
             with self._inside(optimizer, owned):
                 before = _numbers(optimizer)
                 result = step(optimizer, *args, **kwargs)
-                parts = [exchange.to_shards(self._stepped(pieces)) for exchange, pieces in used]
+                stepped = {id(piece): self._plain[id(piece)].detach().view(piece.whole.shape) for piece, _, _ in owned}
+                parts = [
+                    exchange.to_shards({index: stepped[id(pieces[index])] for index in exchange.owned})
+                    for exchange, pieces in used
+                ]
                 now = _numbers(optimizer)
                 changed = repr([(key, value) for key, value in now.items() if before.get(key, before) != value]).encode()
                 confirmed = [exchange.confirm(changed) for exchange, _ in used]
@@ -205,6 +209,8 @@ class _WholeView:
             for (_, pieces), results in zip(used, parts):
                 for piece, part in zip(pieces, results):
                     piece.part(piece.parameter.local).copy_(part)
+                    # Every parameter has a state, as torch.distributed.checkpoint expects: an empty one if others own it.
+                    optimizer.state.setdefault(piece.parameter.sharded, {})
         return result
 
     @contextmanager
@@ -243,18 +249,13 @@ class _WholeView:
         finally:
             optimizer.state = outside
             for piece, _, _ in owned:
-                _set_state(outside, piece, inside.pop(self._plain[id(piece)], None))
+                if state := inside.pop(self._plain[id(piece)], None):
+                    _set_state(outside, piece, state)
             outside.update(inside)
             for group, members in zip(groups, self._members):
                 group["params"] = list(members)
             for plain in self._plain.values():
                 plain.grad, plain.data = None, plain.data.new_empty(0)
-
-    def _stepped(self, pieces: list[Piece]) -> dict[int, Tensor]:
-        """Return the new weights of those pieces that this rank owns, by index."""
-        plain = {index: self._plain.get(id(piece)) for index, piece in enumerate(pieces)}
-        shapes = [piece.whole.shape for piece in pieces]
-        return {index: one.detach().view(shapes[index]) for index, one in plain.items() if one is not None and one.numel()}
 
     def _list_pieces(self, optimizer: Optimizer) -> None:
         """List the pieces and choose their owners, if the optimizer's parameters are others than in the last step."""
@@ -351,21 +352,15 @@ def _state_of(states: Any, piece: Piece) -> Any:
 
 
 def _set_state(states: Any, piece: Piece, state: Any) -> None:
-    """Set or, with None or an empty one, remove the state of a piece."""
+    """Set the state of a piece, or remove it with None."""
     key = piece.parameter.sharded
     if piece.number is None:
-        if state:
-            states[key] = state
-        else:
-            states.pop(key, None)
+        states[key] = state or {}
         return
     pieces = states.setdefault(key, {})
+    pieces.pop(str(piece.number), None)
     if state:
         pieces[str(piece.number)] = state
-    else:
-        pieces.pop(str(piece.number), None)
-    if not pieces:
-        states.pop(key, None)
 
 
 def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:

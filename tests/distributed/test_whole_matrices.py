@@ -1,0 +1,550 @@
+"""Functions and optimizers of whole matrices over shards: bit for bit one process's, on every mesh, split and whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import World, ranks
+from models import batch, full, share_grads, square
+from test_meshes import Tower, parallel
+from test_muon import PLACES, Net, matrices, shard
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fullshard
+from fullshard import MatrixOwners, Pieces, StateError, fully_shard, whole_view
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Factors of both sides, a step count in the group, and Adam for what has fewer than two dims: a state of every kind."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.count += 1
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, grad = self.state[parameter], parameter.grad
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["factors"] = [torch.eye(size, dtype=grad.dtype) * 1e-3 for size in grad.shape if grad.ndim > 1]
+                    state["mean"] = torch.zeros_like(grad)
+                state["step"] += 1
+                state["mean"].lerp_(grad, 0.1)
+                update = state["mean"].clone()
+                for dim, factor in enumerate(state["factors"]):
+                    unfolded = grad.movedim(dim, 0).flatten(1)
+                    factor += unfolded @ unfolded.t()
+                    values, vectors = torch.linalg.eigh(factor)
+                    root = vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.t()
+                    update = torch.tensordot(root, update, ([1], [dim])).movedim(0, dim)
+                parameter.add_(update, alpha=-group["lr"])
+        return loss
+
+
+def assert_equal(sharded: nn.Module, model: nn.Module, of: Any = nn.Module.named_parameters) -> None:
+    for (name, got), (_, want) in zip(of(sharded), of(model)):
+        assert torch.equal(full(got), want), name
+
+
+def steps(sharded: nn.Module, model: nn.Module, pair: Any, mine: Any, count: int = 3) -> None:
+    """Both step with the gradients of the sharded model: equal bits come of equal bits."""
+    for number in range(count):
+        square(sharded(mine(batch(number, 5))).float()).backward()
+        share_grads(sharded, model)
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- Muon: tensor parallelism, splits, experts ---
+
+
+@ranks(4)
+def test_muon_under_tensor_parallelism_is_bit_for_bit_that_of_one_process(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Tower()
+    sharded = parallel(copy.deepcopy(model), mesh["tp"])
+    for block in sharded.blocks:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(sharded, mesh=mesh["dp"])
+    pair = [torch.optim.Muon(matrices(one), lr=0.02) for one in (sharded, model)]
+    steps(sharded, model, pair, lambda x: x.chunk(2)[mesh.get_local_rank("dp")])
+    for got, want in zip(matrices(sharded), matrices(model)):
+        assert torch.equal(full(got), want)
+    for got, want in zip(matrices(sharded), matrices(model)):
+        ours, theirs = (optimizer.state[one]["momentum_buffer"] for optimizer, one in zip(pair, (got, want)))
+        assert ours.placements == got.placements and torch.equal(full(ours), theirs)
+
+
+@ranks(4)
+def test_every_matrix_is_computed_once_under_tensor_parallelism(world: World) -> None:
+    from unittest import mock
+
+    from fullshard import _torch as private
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sharded = parallel(Tower(), mesh["tp"])
+    fully_shard(sharded, mesh=mesh["dp"])
+    parallel_ones = [parameter for block in sharded.blocks for parameter in matrices(block)]
+    optimizer = torch.optim.Muon(parallel_ones)
+    square(sharded(batch(0, 5).chunk(2)[mesh.get_local_rank("dp")])).backward()
+    with mock.patch.object(private, "newton_schulz", wraps=private.newton_schulz) as called:
+        optimizer.step()
+    every = torch.tensor(called.call_count)
+    dist.all_reduce(every)
+    assert every.item() == len(parallel_ones)
+
+
+@ranks(1, 2, 3)
+def test_muon_with_a_split_computes_each_piece_alone(world: World) -> None:
+    model = Net([(5, 24), (24, 40), (40, 9), (9, 6)])
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    layers = sharded.layers
+    split = {layers[0].weight: 3, layers[1].weight: (24, 8, 8), layers[2].weight: Pieces((30, 10), dim=1), layers[3].weight: 2}
+    muon = whole_view(torch.optim.Muon(matrices(sharded), lr=0.02), split=split)
+    pieces = [one.weight.chunk(3) for one in model.layers[:1]]
+    pieces = [
+        model.layers[0].weight.chunk(3),
+        model.layers[1].weight.split((24, 8, 8)),
+        model.layers[2].weight.split((30, 10), 1),
+        model.layers[3].weight.chunk(2),
+    ]
+    parts = [nn.Parameter(part.detach().clone()) for listed in pieces for part in listed]
+    alone = torch.optim.Muon(parts, lr=0.02)
+    for number in range(3):
+        square(sharded(world.mine(batch(number, 5)))).backward()
+        grads = [full(parameter.grad) for parameter in matrices(sharded)]
+        split_grads = [grads[0].chunk(3), grads[1].split((24, 8, 8)), grads[2].split((30, 10), 1), grads[3].chunk(2)]
+        for part, grad in zip(parts, (one for listed in split_grads for one in listed)):
+            part.grad = grad.clone()
+        for optimizer in (muon, alone):
+            optimizer.step()
+            optimizer.zero_grad()
+    wholes = iter(parts)
+    for got, listed, dim in zip(matrices(sharded), pieces, (0, 0, 1, 0)):
+        assert torch.equal(full(got), torch.cat([next(wholes).detach() for _ in listed], dim))
+
+
+@ranks(4)
+def test_experts_on_meshes_of_their_own(world: World) -> None:
+    """Ranks 0 and 1 have one expert, ranks 2 and 3 another; the rest is sharded over all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp = nn.Linear(5, 8)
+            self.expert = nn.Linear(8, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.expert(self.inp(x))
+
+    model = Experts()
+    with torch.no_grad():
+        model.expert.weight.mul_(1 + mesh.get_local_rank("ep"))
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded.expert, mesh=mesh["dp"])
+    fully_shard(sharded, mesh=world.mesh)
+    pair = [torch.optim.Muon(matrices(one), lr=0.02) for one in (sharded, model)]
+    steps(sharded, model, pair, lambda x: x[:4].clone())
+    for got, want in zip(matrices(sharded), matrices(model)):
+        assert torch.equal(full(got), want)
+
+
+# --- MatrixOwners ---
+
+
+def orthogonalized(matrix: Tensor, name: str) -> Tensor:
+    assert matrix.ndim == 2
+    return torch.linalg.qr(matrix)[0] if matrix.shape[0] >= matrix.shape[1] else torch.linalg.qr(matrix.t())[0].t()
+
+
+@pytest.mark.parametrize("place", ["flat", *PLACES])
+@ranks(4)
+def test_a_function_of_every_matrix(world: World, place: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if "hybrid" in place else world.mesh
+    model = Net()
+    sharded = shard(copy.deepcopy(model), mesh, **PLACES.get(place, {}))
+    owners = MatrixOwners(matrices(sharded), dtype=torch.float32)
+    names: list[str] = []
+
+    def function(matrix: Tensor, name: str) -> Tensor:
+        names.append(name)
+        return orthogonalized(matrix, name)
+
+    for _ in range(2):
+        for parameter, got, want in zip(matrices(sharded), owners.map(function, matrices(sharded)), matrices(model)):
+            assert got.placements == parameter.placements and got.device_mesh == parameter.device_mesh
+            assert torch.equal(full(got), orthogonalized(want.detach().clone(), ""))
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, names)
+    known = [*(f"layers.{number}.weight" for number in range(5)), "Net.layers.5.weight"]
+    assert sorted(name for listed in every for name in listed) == sorted([*known, *known])
+    assert all("matrices on" in str(plan) for plan in owners.plans)
+
+
+class Stacked(nn.Module):
+    """A stack of experts, a convolution, a fused qkv."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(experts, 6, 5))
+        self.conv = nn.Parameter(torch.randn(7, 2, 3, 3))
+        self.qkv = nn.Parameter(torch.randn(10, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.experts.sum() + self.conv.sum() + self.qkv.sum())
+
+
+@pytest.mark.parametrize("experts", [2, 3, 8])
+@ranks(1, 2, 4)
+def test_stacks_convolutions_and_fused_matrices(world: World, experts: int) -> None:
+    model = Stacked(experts)
+    sharded = fully_shard(copy.deepcopy(model), mesh=world.mesh)
+    parameters = [sharded.experts, sharded.conv, sharded.qkv]
+    owners = MatrixOwners(parameters, split={sharded.experts: experts, sharded.qkv: (6, 2, 2)}, dtype=torch.float32)
+    with fullshard.counting(sharded) as messages:
+        got = [full(one) for one in owners.map(orthogonalized, parameters)]
+    assert torch.equal(got[0], torch.stack([orthogonalized(one.clone(), "") for one in model.experts.detach()]))
+    assert torch.equal(got[1], orthogonalized(model.conv.detach().flatten(1).clone(), "").view_as(model.conv))
+    assert torch.equal(got[2], torch.cat([orthogonalized(one.clone(), "") for one in model.qkv.detach().split((6, 2, 2))]))
+    if world.size > 1:
+        sent = sum(one.nbytes for one in messages if one.kind == "all_to_all")
+        assert sent, "the convolution is on all ranks"
+
+
+@ranks(2, 4)
+def test_whole_experts_need_no_message(world: World) -> None:
+    sharded = fully_shard(Stacked(8), mesh=world.mesh)
+    plan = MatrixOwners([sharded.experts], split={sharded.experts: Pieces(8)}).plans[0]
+    assert not any(map(plan.sent_nbytes, range(world.size)))
+    assert plan.imbalance == 1.0
+    assert [matrix.holder(world.size) for matrix in plan.matrices] == list(plan.owners)
+
+
+@ranks(4)
+def test_heads_under_tensor_parallelism_lie_on_one_rank_each(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = torch.randn(12, 6)
+    dist.broadcast(whole, 0)
+    model = nn.Module()
+    model.heads = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    model.rows = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(1)]))
+    fully_shard(model, mesh=mesh["dp"])
+    parameters = [model.heads, model.rows]
+    owners = MatrixOwners(parameters, split=dict.fromkeys(parameters, 4), dtype=torch.float32)
+    want = torch.cat([orthogonalized(one.clone(), "") for one in whole.chunk(4)])
+    for got in owners.map(orthogonalized, parameters):
+        assert torch.equal(full(got), want)
+    with pytest.raises(ValueError, match="are one piece, but tensor parallelism cuts it at 6"):
+        MatrixOwners([model.heads], split={model.heads: 3})
+
+
+@ranks(2)
+def test_mistakes_are_told_before_anything_is_sent(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    found = matrices(sharded)
+    with pytest.raises(ValueError, match=r"at least two dims, got one of shape \(24,\)"):
+        MatrixOwners(list(sharded.parameters()))
+    with pytest.raises(ValueError, match="of 24 rows in dim 0, got sizes"):
+        MatrixOwners(found, split={found[0]: (5, 6)})
+    with pytest.raises(ValueError, match="not 5 equal pieces"):
+        MatrixOwners(found, split={found[0]: 5})
+    with pytest.raises(ValueError, match="Pieces.dim"):
+        MatrixOwners(found, split={found[0]: Pieces(2, dim=2)})
+    with pytest.raises(ValueError, match="at least 1"):
+        Pieces((0, 3))
+    with pytest.raises(ValueError, match="sharded parameters as keys"):
+        MatrixOwners(found, split={nn.Parameter(torch.ones(2, 2)): 2})
+    owners = MatrixOwners(found)
+    with pytest.raises(ValueError, match="a tensor for each of 6 parameters, got 1"):
+        owners.map(orthogonalized, found[:1])
+    with pytest.raises(ValueError, match="got shape .* a plain tensor"):
+        owners.map(orthogonalized, [torch.empty_like(full(one)) for one in found])
+
+
+def test_plain_parameters_are_computed_as_they_are() -> None:
+    model = Net()
+    owners = MatrixOwners(matrices(model), dtype=torch.float32)
+    for got, want in zip(owners.map(orthogonalized, [one.detach() for one in matrices(model)]), matrices(model)):
+        assert torch.equal(got, orthogonalized(want.detach().clone(), ""))
+
+
+# --- whole_view ---
+
+
+@pytest.mark.parametrize("place", ["flat", *PLACES])
+@ranks(4)
+def test_an_optimizer_of_whole_matrices_on_every_mesh(world: World, place: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if "hybrid" in place else world.mesh
+    model = Net()
+    sharded = shard(copy.deepcopy(model), mesh, **PLACES.get(place, {}))
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    steps(sharded, model, pair, world.mine)
+    assert_equal(sharded, model)
+    assert pair[0].param_groups[0]["steps"] == 3 and pair[0].count == 3
+    owned = torch.tensor(sum(map(bool, pair[0].state.values())))
+    dist.all_reduce(owned)
+    assert owned.item() == len(pair[1].state), "each state is on one rank"
+
+
+@ranks(1, 2, 3)
+def test_an_optimizer_of_whole_matrices_on_any_number_of_ranks(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in pair]
+    for number in range(3):
+        for optimizer, one, part in zip(pair, (sharded, model), (world.mine, lambda x: x)):
+
+            def closure(one: Any = one, part: Any = part, number: int = number) -> Tensor:
+                one.zero_grad()
+                loss = square(one(part(batch(number, 5))))
+                loss.backward()
+                if one is model:
+                    share_grads(sharded, model)
+                return loss
+
+            assert isinstance(optimizer.step(closure), Tensor)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_equal(sharded, model)
+
+
+@ranks(4)
+def test_an_optimizer_of_whole_matrices_under_tensor_parallelism(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Tower()
+    sharded = parallel(copy.deepcopy(model), mesh["tp"])
+    fully_shard(sharded, mesh=mesh["dp"])
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    steps(sharded, model, pair, lambda x: x.chunk(2)[mesh.get_local_rank("dp")])
+    assert_equal(sharded, model)
+
+
+@ranks(2, 3)
+def test_pieces_are_parameters_of_their_own(world: World) -> None:
+    model = Stacked()
+    sharded = fully_shard(copy.deepcopy(model), mesh=world.mesh)
+    ours = whole_view(Shampoo(sharded.parameters()), split={sharded.experts: 4, sharded.qkv: (6, 2, 2)})
+    parts = [
+        nn.Parameter(one.clone())
+        for one in (*model.experts.detach(), model.conv.detach(), *model.qkv.detach().split((6, 2, 2)))
+    ]
+    theirs = Shampoo(parts)
+    for number in range(3):
+        square(sharded(world.mine(batch(number, 5)))).backward()
+        grads = [full(one.grad) for one in (sharded.experts, sharded.conv, sharded.qkv)]
+        for part, grad in zip(parts, (*grads[0], grads[1], *grads[2].split((6, 2, 2)))):
+            part.grad = grad.clone()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(full(sharded.experts), torch.stack([one.detach() for one in parts[:4]]))
+    assert torch.equal(full(sharded.conv), parts[4])
+    assert torch.equal(full(sharded.qkv), torch.cat([one.detach() for one in parts[5:]]))
+
+
+@ranks(2)
+def test_parameters_without_gradient_are_skipped(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    for frozen in (0, 2, None):
+        for one in (sharded, model):
+            for index, layer in enumerate(one.layers):
+                layer.requires_grad_(index != frozen)
+        steps(sharded, model, pair, world.mine, 1)
+    assert_equal(sharded, model)
+
+
+def trained(world: World, sharded: nn.Module, optimizer: Any, numbers: Any) -> None:
+    for number in numbers:
+        square(sharded(batch(number, 5))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by", ["state_dict", "get_optimizer_state_dict"])
+@ranks(4)
+def test_states_of_owners_load_on_other_ranks(world: World, by: str) -> None:
+    """Saved on four ranks, loaded on three and on 2 x 2: factors included, whoever owns them."""
+    folder = world.folder("shampoo")
+    split = {"layers.1.weight": (30, 10)}
+
+    def made(mesh: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = shard(Net(), mesh)
+        pieces = {parameter: split[name] for name, parameter in model.named_parameters() if name in split}
+        return model, whole_view(Shampoo(model.parameters()), split=pieces)
+
+    def state_of(model: Any, optimizer: Any) -> Any:
+        return optimizer.state_dict() if by == "state_dict" else get_optimizer_state_dict(model, optimizer)
+
+    sharded, optimizer = made(world.mesh)
+    trained(world, sharded, optimizer, (0, 1))
+    dcp.save({"model": sharded.state_dict(), "optimizer": state_of(sharded, optimizer)}, checkpoint_id=folder)
+    trained(world, sharded, optimizer, (2, 3))
+    expected = [full(parameter) for parameter in sharded.parameters()]
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    group, three = dist.new_group([0, 1, 2]), DeviceMesh("cpu", torch.arange(3))
+    for mesh, among in ((three, group), (hybrid, None)):
+        if among is None or world.rank < 3:
+            other, stepper = made(mesh)
+            if by == "state_dict":
+                trained(world, other, stepper, (7,))  # so that the states are there to be loaded into
+            state = {"model": other.state_dict(), "optimizer": state_of(other, stepper)}
+            dcp.load(state, checkpoint_id=folder, process_group=among)
+            other.load_state_dict(state["model"])
+            if by == "state_dict":
+                stepper.load_state_dict(state["optimizer"])
+            else:
+                set_optimizer_state_dict(other, stepper, state["optimizer"])
+            trained(world, other, stepper, (2, 3))
+            for got, want in zip(other.parameters(), expected):
+                torch.testing.assert_close(full(got), want, rtol=1e-4, atol=1e-5)
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_state_dict_of_one_process_loads_and_others_states_are_dropped(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    square(model(batch(5, 5))).backward()
+    pair[1].step()
+    pair[1].zero_grad()
+    sharded.load_state_dict({name: distribute_tensor(one, world.mesh, [Shard(0)]) for name, one in model.state_dict().items()})
+    pair[0].load_state_dict(copy.deepcopy(pair[1].state_dict()))
+    steps(sharded, model, pair, world.mine)
+    assert_equal(sharded, model)
+    owned = torch.tensor(sum(map(bool, pair[0].state.values())))
+    dist.all_reduce(owned)
+    assert owned.item() == len(pair[1].state)
+
+
+# --- failures of whole_view ---
+
+
+class Failing(Shampoo):
+    """Fails after it has stepped, on one rank."""
+
+    failing = -1
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.failing == dist.get_rank():
+            raise ZeroDivisionError("half way")
+        return result
+
+
+@pytest.mark.proves("44g")
+@pytest.mark.parametrize("restorable", [True, False])
+@ranks(2, 3)
+def test_a_step_that_fails_on_one_rank_leaves_all_as_before(world: World, restorable: bool) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh, check_policy=fullshard.CheckPolicy(patience=0.2))
+    ours, theirs = whole_view(Failing(sharded.parameters()), restorable=restorable), Shampoo(model.parameters())
+    for number in range(2):
+        steps(sharded, model, [ours, theirs], world.mine, 1)
+        square(sharded(world.mine(batch(number, 5)))).backward()
+        before = [parameter.to_local().clone() for parameter in sharded.parameters()]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in ours.param_groups]
+        ours.failing = 1
+        with pytest.raises((ZeroDivisionError, StateError)) as caught:
+            ours.step()
+        assert world.rank == 1 or "rank 1" in str(caught.value)
+        assert fullshard.any_failed(failed=True)
+        ours.failing = -1
+        assert all(map(torch.equal, before, [parameter.to_local() for parameter in sharded.parameters()]))
+        if not restorable:
+            with pytest.raises(StateError, match="failed before .*restorable=False"):
+                ours.step()
+            return
+        assert [{key: value for key, value in group.items() if key != "params"} for group in ours.param_groups] == groups
+        assert ours.count == theirs.count
+        share_grads(sharded, model)
+        for optimizer in (ours, theirs):  # states are as before, or this step would differ
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_equal(sharded, model)
+
+
+class Combining(Shampoo):
+    """Has an option that depends on all its parameters, as Prodigy's estimate of the distance."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = 1e-3 * sum(float(parameter.norm()) for parameter in group["params"])
+        return result
+
+
+@pytest.mark.proves("44h")
+@ranks(2)
+def test_an_optimizer_that_combines_parameters_is_refused(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    optimizer = whole_view(Combining(sharded.parameters()))
+    square(sharded(world.mine(batch(0, 5)))).backward()
+    before = [parameter.to_local().clone() for parameter in sharded.parameters()]
+    with pytest.raises(StateError, match="the options of Combining differ between ranks after the step"):
+        optimizer.step()
+    assert fullshard.any_failed(failed=True)
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in sharded.parameters()]))
+    assert not any(optimizer.state.values()) and optimizer.param_groups[0]["lr"] == 0.1
+
+
+@ranks(2)
+def test_a_state_on_another_rank_than_the_owner_is_told(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    optimizer = whole_view(Shampoo(sharded.parameters()))
+    trained(world, sharded, optimizer, (0,))
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, optimizer.state_dict())
+    optimizer.load_state_dict(states[1 - world.rank])
+    square(sharded(world.mine(batch(0, 5)))).backward()
+    with pytest.raises(StateError, match="there is a state of parameter '.*', but not on its owner"):
+        optimizer.step()
+    assert fullshard.any_failed(failed=True)
+
+
+@ranks(2)
+def test_what_whole_view_does_not_take(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    with pytest.raises(ValueError, match="takes a torch.optim.Optimizer, got Linear"):
+        whole_view(nn.Linear(2, 2))  # type: ignore[type-var]
+    with pytest.raises(ValueError, match="AdamW is element-wise"):
+        whole_view(torch.optim.AdamW(sharded.parameters()))
+    with pytest.raises(ValueError, match="takes no cost"):
+        whole_view(torch.optim.Muon(matrices(sharded)), cost=lambda matrix: 1.0)
+    scheduled = Shampoo(sharded.parameters())
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    with pytest.raises(ValueError, match="which was replaced, for example by a scheduler"):
+        whole_view(scheduled)
+    twice = Shampoo(sharded.parameters())
+    twice.step = lambda closure: (closure(), closure())  # type: ignore[method-assign]
+    optimizer = whole_view(Shampoo(sharded.parameters()))
+    trained(world, sharded, optimizer, (0,))
+    fullshard.undo(sharded)
+    square(sharded(world.mine(batch(1, 5)))).backward()
+    with pytest.raises(StateError, match="is no longer sharded, and its state is on its owner only"):
+        optimizer.step()
+    assert not any(isinstance(parameter, DTensor) for parameter in sharded.parameters())
