@@ -46,6 +46,7 @@ from fullshard.frontend.module import (
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
+from fullshard.optim.matrix_choice import MatrixChoice, matrices_of
 from fullshard.optim.matrix_owners import MatrixOwners
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 from fullshard.optim.pieces import Pieces
@@ -96,6 +97,7 @@ __all__ = [
     "Lane",
     "LintWarning",
     "Matrix",
+    "MatrixChoice",
     "MatrixOwners",
     "Message",
     "MixedPrecisionPolicy",
@@ -124,6 +126,7 @@ __all__ = [
     "load_weights",
     "local_view",
     "materialize",
+    "matrices_of",
     "plan_model",
     "plan_owners",
     "record",

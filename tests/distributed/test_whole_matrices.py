@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
-from fullshard import MatrixOwners, Pieces, StateError, fully_shard, whole_view
+from fullshard import MatrixOwners, Pieces, StateError, fully_shard, plan_owners, whole_view
+from fullshard import _torch as private
+from fullshard.foresight.allocations import AllocationWatch, peak_of_new
+from fullshard.optim import matrix_owners
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -96,10 +101,6 @@ def test_muon_under_tensor_parallelism_is_bit_for_bit_that_of_one_process(world:
 
 @ranks(4)
 def test_every_matrix_is_computed_once_under_tensor_parallelism(world: World) -> None:
-    from unittest import mock
-
-    from fullshard import _torch as private
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sharded = parallel(Tower(), mesh["tp"])
     fully_shard(sharded, mesh=mesh["dp"])
@@ -286,6 +287,29 @@ def test_plain_parameters_are_computed_as_they_are() -> None:
     owners = MatrixOwners(matrices(model), dtype=torch.float32)
     for got, want in zip(owners.map(orthogonalized, [one.detach() for one in matrices(model)]), matrices(model)):
         assert torch.equal(got, orthogonalized(want.detach().clone(), ""))
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 40_000, 1 << 30])
+@pytest.mark.parametrize("replicas", [1, 2])
+@ranks(4)
+def test_the_peak_of_a_call_is_that_of_the_plan(world: World, bucket_nbytes: int, replicas: int) -> None:
+    shape = (replicas, 4 // replicas)
+    mesh = world.mesh if replicas == 1 else init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    sharded = shard(Net([(64, 192), (192, 96), (96, 130), (130, 130), (130, 64), (64, 32)]), mesh)
+    found = [parameter.detach() for parameter in matrices(sharded)]
+    with mock.patch.object(matrix_owners, "plan_owners", partial(plan_owners, bucket_nbytes=bucket_nbytes)):
+        owners = MatrixOwners(matrices(sharded))
+        (plan,) = owners.plans
+        owners.map(lambda matrix, name: matrix, found)
+        watch = AllocationWatch()
+        results = owners.map(lambda matrix, name: matrix, found)
+        peak = peak_of_new(watch.stop())
+    assert len(plan.buckets) > (bucket_nbytes == 1)
+    place = (world.rank, 0) if replicas == 1 else (mesh.get_local_rank("shard"), mesh.get_local_rank("replicate"))
+    expected = plan.peak_nbytes(*place)
+    assert expected <= peak <= expected + 64 * 16, (peak, expected)  # memory comes in steps of 64 bytes
+    assert f"{max(plan.peak_nbytes(r, q) for r in range(plan.ranks) for q in range(replicas)) / 1e6:,.1f} MB" in str(plan)
+    del results
 
 
 # --- whole_view ---

@@ -240,9 +240,10 @@ class OwnerExchange:
         for index in route.owned:
             whole = self._whole(index, parts[index], slot)
             result = function(index, whole)
-            if result is not whole and result.untyped_storage().data_ptr() == slot.untyped_storage().data_ptr():
+            if _place(result) != _place(whole) and _place(result)[0] == _place(slot)[0]:
                 result = result.clone()  # another view of the memory that is written next
             self._fill(parts[index], index, result)
+            del whole, result  # before the next matrix is assembled
 
     def _parts(self, number: int, slot: Tensor) -> dict[int, list[Tensor]]:
         """Return the parts of each matrix of a bucket that this rank owns. `slot`: all parts, by rank and then by matrix."""
@@ -393,6 +394,11 @@ def _of(route: _Route, own: Tensor) -> Tensor:
 def _nth(route: _Route, blocks: Mapping[int, Tensor]) -> Callable[[int], Tensor]:
     """Return a function that returns the block of the matrix with a number among those of a bucket."""
     return lambda number: blocks[route.owned[number]]
+
+
+def _place(tensor: Tensor) -> tuple[int, ...]:
+    """Return the address of the storage, and where in it each element is."""
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *tensor.stride()
 
 
 def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
