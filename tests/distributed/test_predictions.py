@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_tensor_parallel
@@ -20,8 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard import Matrix
+from fullshard.core import logical_parameters
+from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.hardware import gpu_of
+from fullshard.foresight.ledger import Ledger
+from fullshard.foresight.owners import owner_step
+from fullshard.foresight.program import Program
 from fullshard.policies import PRESETS
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -94,6 +101,60 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
     assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
     assert list(run.messages) == list(r.messages)
     assert len(run.steps) == 2, "of four, one has no beginning, and one counts memory"
+
+
+MUON: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "bf16": {"mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "zero2": {"states": fullshard.ZERO2},
+    "columns": {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 2 else None},
+    "hybrid": {},
+    "hybrid, all ranks": {"states": fullshard.HFSDP},
+}
+
+
+@pytest.mark.parametrize("bucket_nbytes", [1, 100_000, 1 << 25])
+@pytest.mark.parametrize("options", MUON)
+@ranks(1, 2, 3, 4)
+def test_memory_and_messages_of_muon_are_predicted(world: World, options: str, bucket_nbytes: int) -> None:
+    """Of the first rank; the peak is in backward, so that of the step is compared as well."""
+    hybrid = options.startswith("hybrid")
+    if hybrid and world.size != 4:
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else world.mesh
+    model, _ = sharded(world, mesh=mesh, **MUON[options])
+    choice = fullshard.matrices_of(model)
+    optimizers = torch.optim.Muon(choice.matrices), torch.optim.AdamW(choice.rest)
+    x = torch.randn(ROWS, DIM)
+
+    def train() -> None:
+        loss(model(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with mock.patch.object(
+        fullshard.plan_owners, "__kwdefaults__", {"bucket_nbytes": bucket_nbytes, "itemsize": 2, "cost": None}
+    ):
+        train()
+        with fullshard.record(model, memory=True) as run:
+            for _ in range(4):
+                train()
+        loss(model(x)).backward()
+        watch = AllocationWatch()
+        optimizers[0].step()
+        in_step, ledger = peak_of_new(watch.stop()), Ledger()
+        sharding = [(one, one.sharding) for one in logical_parameters(choice.matrices)]
+        axis = sharding[0][1].axis
+        matrices = [(Matrix(one.name, tuple(one.shape), how.dim), torch.float32) for one, how in sharding]
+        owner_step({(axis.ranks, axis.replica_count): matrices}).run(ledger, Program())
+        if world.rank:
+            return
+        r = explained(world, optimizer="muon", mesh=(2, 2) if hybrid else None, **MUON[options])
+    assert list(run.messages) == list(r.messages)
+    assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
+    # The CPU may compute a product of bfloat16 in float32 before it rounds.
+    assert 0.99 * ledger.peak <= in_step <= ledger.peak + 4 * DIM * 4 * DIM, (ledger.peak, in_step)
 
 
 @pytest.mark.parametrize("mp", [None, torch.bfloat16])

@@ -289,8 +289,12 @@ class Agreement(Ranks):
         if fingerprints is None:
             fingerprints = GroupFingerprints(communicator.log_of(axis), self._unit_name, self._subject)
             self._fingerprints[axis.key] = fingerprints
-        communicator.traffic.record(KIND, fulls, group.size())
-        sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, start)
+
+        def recorded() -> StartedWork:
+            communicator.traffic.record(KIND, fulls, group.size())
+            return start()
+
+        sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, recorded)
         sent.wait()
         self._last = sent
 

@@ -99,6 +99,10 @@ def message_seconds(message: Message, stream: str, gpu: Gpu, network: Network, m
         return 0.0
     inside = ranks_in_node(message, stream, gpu, mesh)
     nodes = -(-ranks // inside)
+    if message.kind == "all_to_all":  # each rank has a message for each other one, all at once
+        link = message.nbytes * (inside - 1) / ranks / gpu.link
+        between = message.nbytes * (ranks - inside) / ranks / (network.per_gpu * network.efficiency)
+        return network.base + (network.hop if nodes > 1 else network.step) + max(link, between)
     times = 2 if message.kind in ("all_reduce", "heartbeat") else 1  # an all-reduce is a reduce-scatter and an all-gather
     link = message.nbytes * (ranks - 1) / ranks / gpu.link if inside > 1 else 0.0
     between = message.nbytes * (nodes - 1) / nodes / (network.per_gpu * inside * network.efficiency)

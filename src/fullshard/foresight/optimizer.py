@@ -11,9 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.foresight.owners import OwnerStep
 from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
 
 Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+def muon_with_adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Stand for Muon on the matrices of a model (`matrices_of`) and AdamW on the rest: two optimizers, so it makes none."""
+    raise ValueError("optimizer='muon' needs a model: its matrices are chosen by name and role.")
+
 
 OPTIMIZERS: dict[str, Factory] = {
     "adamw": torch.optim.AdamW,
@@ -23,6 +30,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
     "rmsprop": torch.optim.RMSprop,
+    "muon": muon_with_adamw,
 }
 """Optimizers by the names for `explain(optimizer=...)`, with the arguments that affect memory."""
 
@@ -37,6 +45,8 @@ class OptimizerStep:
     changes: tuple[tuple[int, int], ...]
     # Operators of the second step. The first one also allocates the states.
     ops: tuple[Op, ...]
+    # Exchange of whole matrices with their owners, which comes first; None without one.
+    owners: OwnerStep | None = None
 
 
 def optimizer_step(
@@ -126,4 +136,4 @@ def optimizer_factory(optimizer: str | Factory) -> Factory:
     )
 
 
-__all__ = ["OPTIMIZERS", "Factory", "OptimizerStep", "optimizer_factory", "optimizer_step"]
+__all__ = ["OPTIMIZERS", "Factory", "OptimizerStep", "muon_with_adamw", "optimizer_factory", "optimizer_step"]

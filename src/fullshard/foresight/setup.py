@@ -19,12 +19,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fullshard import _torch
 from fullshard.core import has_few_rows
 from fullshard.foresight.hardware import Gpu
-from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_factory, optimizer_step
+from fullshard.foresight.optimizer import Factory, OptimizerStep, muon_with_adamw, optimizer_factory, optimizer_step
+from fullshard.foresight.owners import owner_step
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.question import Build, ExplainArguments, Recompute
 from fullshard.foresight.simulate import Setting
 from fullshard.foresight.trace import GradientReady, StepFailed, Trace, parameter_names, trace
 from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
+from fullshard.optim.matrix_choice import matrices_of
+from fullshard.optim.owners import Matrix
+from fullshard.policies import CPUOffloadPolicy
 from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
@@ -95,10 +99,37 @@ class TracedModel:
         if factory is None:
             return None
         arguments = self.arguments
-        shards = tuple(local_shards(self, ranks, replicas, shard_dims_of(self, arguments)))
-        key = factory, shards, arguments.accelerator
+        shards = local_shards(self, ranks, replicas, shard_dims_of(self, arguments))
+        if factory is muon_with_adamw:
+            return self._muon_step(shards)
+        key = factory, tuple((one.shape, one.dtype) for one in shards), arguments.accelerator
         if key not in self.steps:
-            self.steps[key] = optimizer_step(factory, shards, accelerator=arguments.accelerator)
+            self.steps[key] = optimizer_step(*key[:2], accelerator=arguments.accelerator)
+        return self.steps[key]
+
+    def _muon_step(self, shards: Sequence[LocalShard]) -> OptimizerStep:
+        """Return a step of Muon over the matrices of the model, and of AdamW over the rest."""
+        arguments = self.arguments
+        unsupported = {
+            "engine='fsdp2'": arguments.engine == "fsdp2",
+            "tensor_parallel": arguments.tensor_parallel > 1,
+            "a CPU offload policy": isinstance(arguments.offload_policy, CPUOffloadPolicy),
+        }
+        if any(unsupported.values()):
+            names = ", ".join(name for name, is_set in unsupported.items() if is_set)
+            raise ValueError(f"optimizer='muon' does not support {names} in explain(). Leave out one of them.")
+        names_of = parameter_names(self.model, (one.name for one in shards))
+        taken = {names_of[parameter] for parameter in matrices_of(self.model).matrices}
+        key = muon_with_adamw, tuple(shards), arguments.accelerator
+        if key not in self.steps:
+            meshes: dict[tuple[int, int], list[tuple[Matrix, torch.dtype]]] = {}
+            for one in shards:
+                if one.name in taken:
+                    matrix = Matrix(one.name, one.whole, one.dim)
+                    meshes.setdefault((one.ranks, one.replicas), []).append((matrix, one.dtype))
+            rest = tuple((one.shape, one.dtype) for one in shards if one.name not in taken)
+            adamw, muon = optimizer_step(torch.optim.AdamW, rest, accelerator=arguments.accelerator), owner_step(meshes)
+            self.steps[key] = replace(adamw, states=(*muon.states, *adamw.states), owners=muon)
         return self.steps[key]
 
 
@@ -454,10 +485,21 @@ def _location(failure: BaseException, model: nn.Module) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def local_shards(
-    traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return (shape, dtype) of the first rank's shards, which are the largest, of all parameters that receive gradients.
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """The first rank's shard of one parameter."""
+
+    name: str  # of the parameter
+    whole: tuple[int, ...]  # shape of the parameter
+    shape: tuple[int, ...]  # of the shard
+    dtype: torch.dtype
+    dim: int  # the sharded dim
+    ranks: int  # number of shards
+    replicas: int  # of each shard
+
+
+def local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]) -> list[LocalShard]:
+    """Return the first rank's shards, which are the largest, of all parameters that receive gradients.
 
     Args:
         traced: the traced model.
@@ -473,14 +515,14 @@ def local_shards(
     }
     found = []
     for entry in (entry for entry in traced.plan.outline.parameters if entry.name in graded):
-        shape = list(entry.shape)
+        shape, dim, mesh = list(entry.shape), dims.get(entry.name, 0), (ranks, replicas)
         if shape:
-            dim, everywhere = dims.get(entry.name, 0), ranks * replicas
+            everywhere = ranks * replicas
             divided = states[entry.name].shards_over_replicas
-            if not divided or has_few_rows(shape, dim, itemsize=entry.dtype.itemsize, ranks=everywhere):
-                everywhere = ranks
-            shape[dim] = -(-shape[dim] // everywhere)
-        found.append((tuple(shape), entry.dtype))
+            if divided and not has_few_rows(shape, dim, itemsize=entry.dtype.itemsize, ranks=everywhere):
+                mesh = everywhere, 1
+            shape[dim] = -(-shape[dim] // mesh[0])
+        found.append(LocalShard(entry.name, tuple(entry.shape), tuple(shape), entry.dtype, dim, *mesh))
     return found
 
 

@@ -435,6 +435,8 @@ class _Simulator:
             # The CPU runs the whole step, so only its time counts: one operator that reads and writes all bytes.
             self.program.instructions.append(Op(ON_HOST, 0, sum(op.nbytes for op in step.ops), None))
             return
+        if step.owners is not None:
+            step.owners.run(self.ledger, self.program)
         self.program.instructions.extend(step.ops)
         temporaries: dict[int, int] = {}
         for storage, nbytes in step.changes:

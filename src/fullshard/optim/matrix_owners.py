@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from operator import is_not
 
 import torch
@@ -60,16 +61,24 @@ class Exchanges:
             function: called on the owner with the index and the whole matrix; see `OwnerExchange.run`.
         """
         results: list[Tensor] = [torch.empty(0)] * len(pieces)
-        for indices in by_mesh(pieces):
-            # as defaults, since the functions are called within this round only
-            def of(number: int, indices: list[int] = indices) -> Tensor:
-                return shard(indices[number])
+        with ExitStack() as calls:
+            used = []
+            for indices in by_mesh(pieces):
+                exchange = self._exchange_of([pieces[index] for index in indices])
+                calls.enter_context(exchange.call())
+                used.append(exchange)
 
-            def on_owner(number: int, whole: Tensor, indices: list[int] = indices) -> Tensor:
-                return function(indices[number], whole)
+                def of(number: int, indices: list[int] = indices) -> Tensor:
+                    return shard(indices[number])
 
-            for index, part in zip(indices, self._exchange_of([pieces[index] for index in indices]).run(of, on_owner)):
-                results[index] = part
+                def on_owner(number: int, whole: Tensor, indices: list[int] = indices) -> Tensor:
+                    return function(indices[number], whole)
+
+                for index, part in zip(indices, exchange.run(of, on_owner)):
+                    results[index] = part
+            # Behind all of them: ranks of one mesh wait for those that are still in the exchange of another one.
+            for exchange in used:
+                exchange.confirm()
         return results
 
     def _exchange_of(self, pieces: list[Piece]) -> OwnerExchange:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from fullshard.errors import warn_once
 from fullshard.optim.matrix_owners import Exchanges
 from fullshard.optim.pieces import Piece, Pieces, pieces_of
 
-_WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
+WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
 
 
 def is_muon(optimizer: optim.Optimizer) -> bool:
@@ -61,7 +62,7 @@ class MuonStep:
         self._optimizer = weakref.ref(optimizer)
         self._split = split
         self._members: list[_Member] = []  # of the running step
-        self._exchanges = Exchanges(f"{type(optimizer).__name__}.step()", _WIRE)
+        self._exchanges = Exchanges(f"{type(optimizer).__name__}.step()", WIRE)
         # Of each parameter; None for one that `step` computes itself.
         self._pieces: dict[ShardedParameter, list[Piece] | None] = {}
 
@@ -89,17 +90,20 @@ class MuonStep:
             options = members[index].options
             return _torch.newton_schulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
 
+        def shard(index: int) -> Tensor:
+            return update_of(members[index].grad, members[index].momentum, members[index].options)
+
         pieces = [member.piece for member in members]
         with torch.no_grad():
             try:
-                updates = self._exchanges.run(pieces, lambda index: _update(members[index]), newton_schulz)
+                updates = self._exchanges.run(pieces, shard, newton_schulz)
             except BaseException:
                 for member in members:
                     if member.is_new:
                         optimizer.state.pop(member.piece.parameter.sharded, None)
                 raise
-            for member, update in zip(members, updates):
-                _write(member, update)
+            for one, update in zip(members, updates):
+                write(one.local, one.grad, one.momentum, update, one.piece.whole.shape, one.options)
 
     def _members_of(self, tensors: tuple[Tensor, ...], options: dict[str, Any], *, is_new: bool) -> list[_Member] | None:
         """Return a sharded matrix with its gradient and momentum, or its pieces; None for one that `step` computes itself."""
@@ -129,24 +133,24 @@ class MuonStep:
             return None
 
 
-def _update(member: _Member) -> Tensor:
+def update_of(grad: Tensor, momentum: Tensor, options: Mapping[str, Any]) -> Tensor:
     """Return this rank's part of the update before it is orthogonalized, (shard shape)."""
-    options = member.options
-    momentum = torch.lerp(member.momentum, member.grad, 1 - options["momentum"])
-    return torch.lerp(member.grad, momentum, options["momentum"]) if options["nesterov"] else momentum
+    momentum = torch.lerp(momentum, grad, 1 - options["momentum"])
+    return torch.lerp(grad, momentum, options["momentum"]) if options["nesterov"] else momentum
 
 
-def _write(member: _Member, update: Tensor) -> None:
-    """Write momentum and weight, in the order of the reference."""
-    options = member.options
+def write(
+    weight: Tensor, grad: Tensor, momentum: Tensor, update: Tensor, shape: Sequence[int], options: Mapping[str, Any]
+) -> None:
+    """Write the shards of momentum and weight, in the order of the reference. `shape`: that of the whole matrix."""
     lr = _torch.scalar_of(options["lr"])
-    member.momentum.lerp_(member.grad, 1 - options["momentum"])
-    member.local.mul_(1 - lr * options["weight_decay"])
-    rows, columns = shape = torch.Size(member.piece.whole.shape)
-    adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], shape)
+    momentum.lerp_(grad, 1 - options["momentum"])
+    weight.mul_(1 - lr * options["weight_decay"])
+    rows, columns = shape
+    adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape))
     if rows > columns:
         update = _column_major(update)
-    member.local.add_(update.to(member.local.device), alpha=-adjusted)
+    weight.add_(update.to(weight.device), alpha=-adjusted)
 
 
 def _column_major(update: Tensor) -> Tensor:
@@ -158,4 +162,4 @@ def _column_major(update: Tensor) -> Tensor:
     return made.copy_(update)
 
 
-__all__ = ["MuonStep", "is_muon"]
+__all__ = ["WIRE", "MuonStep", "is_muon", "update_of", "write"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, Unit
+from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, StartedWork, Unit
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
 
 _KIND = "all_to_all"  # `Message.kind` of these collectives
@@ -55,9 +55,9 @@ class OwnerExchange:
         results of bucket k    --back to the shards-->  (under way while bucket k+1 is computed)
 
     `run` does all of this. `to_owners` and `to_shards` are its two directions, for callers who compute with all matrices of an
-    owner at once. Nothing that the caller holds is changed. All ranks of the axis must make the same calls; each message is in
-    the collective log. If a call raises on one rank, the watchdog ends the waits of the others, which raise an error that
-    names it.
+    owner at once. Nothing that the caller holds is changed; `confirm` tells the caller when it may be. All ranks of the axis
+    must make the same calls, in a block of `call()`; each message is in the collective log. If a call raises on one rank, the
+    watchdog ends the waits of the others, which raise an error that names it.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class OwnerExchange:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A block with calls of this exchange, in which exceptions are reported to the other ranks."""
+        """A block for calls of this exchange, in which exceptions are reported to the other ranks."""
         with self._communicator.reporting_exceptions(self._doing):
             try:
                 yield
@@ -143,12 +143,6 @@ class OwnerExchange:
         Returns:
             For each matrix a tensor with the shape of the shard, in the dtype of the messages.
         """
-        with self.call():
-            results = self._run(shard, function)
-            self.confirm()
-            return results
-
-    def _run(self, shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
         every, own = self._memory_of_results()
         there = self._send_to_owners(0, shard, own) if self._routes else None
         back: CollectiveCall | None = None
@@ -233,7 +227,7 @@ class OwnerExchange:
         route, parts = self._routes[number], self._parts(number, slot)
         if self._inner is not None:
             blocks = self._assembled(number, slot)
-            results = self._inner[number]._run(_nth(route, blocks), lambda index, whole: function(route.owned[index], whole))
+            results = self._inner[number].run(_nth(route, blocks), lambda index, whole: function(route.owned[index], whole))
             for index, result in zip(route.owned, results):
                 self._fill(parts[index], index, result)
             return
@@ -345,8 +339,8 @@ class OwnerExchange:
         """All-gather the results over the replicas, in place. Each replica computed a part of the matrices."""
         replicas, communicator = self._axis.replicas, self._communicator
         assert replicas is not None
-        communicator.traffic.record("all_gather", [every], self.plan.replicas)
         start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [own])
+        start = self._counted("all_gather", every, self.plan.replicas, start)
         communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
 
     def _new(self, numel: int) -> Tensor:
@@ -360,12 +354,21 @@ class OwnerExchange:
         if group is None or self.plan.ranks == 1:
             received.copy_(sent)
             return None
-        communicator.traffic.record(_KIND, [sent], self.plan.ranks)
         collectives: Any = communicator.collectives.of_process_group(group)  # built-in ones: users' own need no all-to-all
-        start = partial(collectives.all_to_all, received, sent, received_sizes, sent_sizes)
+        all_to_all = partial(collectives.all_to_all, received, sent, received_sizes, sent_sizes)
+        start = self._counted(_KIND, sent, self.plan.ranks, all_to_all)
         call = communicator.send(communicator.all_gather_stream, self._fingerprints, action, start)
         self._in_flight[call] = sent
         return call
+
+    def _counted(self, kind: str, tensor: Tensor, ranks: int, start: Callable[[], StartedWork]) -> Callable[[], StartedWork]:
+        """Return `start` with a record of its message."""
+
+        def counted() -> StartedWork:
+            self._communicator.traffic.record(kind, [tensor], ranks)
+            return start()
+
+        return counted
 
     def _wait(self, call: CollectiveCall | None) -> None:
         if call is not None:
@@ -398,7 +401,7 @@ def _nth(route: _Route, blocks: Mapping[int, Tensor]) -> Callable[[int], Tensor]
 
 def _place(tensor: Tensor) -> tuple[int, ...]:
     """Return the address of the storage, and where in it each element is."""
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *tensor.stride()
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), *tensor.stride()
 
 
 def _numel(shapes: Iterable[tuple[int, ...]]) -> int:

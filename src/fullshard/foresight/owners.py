@@ -1,0 +1,224 @@
+"""Simulation of a step of Muon by owners: its memory, messages and operators, in the order of `optim.owner_exchange`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.core import Message
+from fullshard.foresight.ledger import Ledger
+from fullshard.foresight.program import Await, Launch, Program
+from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
+from fullshard.optim.muon import WIRE, update_of, write
+from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
+
+_OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None}
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7  # coefficients, steps and eps of torch.optim.Muon
+_TALK = 16  # bytes of the message with which all ranks agree at the end
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerStep:
+    """Step of Muon as the first rank runs it, with one exchange per mesh that its matrices are distributed over."""
+
+    plans: tuple[OwnerPlan, ...]
+    dtypes: tuple[tuple[torch.dtype, ...], ...]  # of the matrices of each plan, as stored
+    # Events by name of the work, shapes and dtype; filled on demand.
+    traced: dict[tuple[object, ...], list[Event]] = field(default_factory=dict)
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        """Bytes of the shard of each momentum buffer."""
+        return tuple(
+            matrix.shard_numel(plan.ranks, 0) * dtype.itemsize
+            for plan, dtypes in zip(self.plans, self.dtypes)
+            for matrix, dtype in zip(plan.matrices, dtypes)
+        )
+
+    def run(self, ledger: Ledger, program: Program) -> None:
+        """Record one step: all exchanges, and then all writes."""
+        exchanges = [_Exchange(self, plan, dtypes, ledger, program) for plan, dtypes in zip(self.plans, self.dtypes)]
+        every = [exchange.run() for exchange in exchanges]
+        for exchange in exchanges:
+            exchange.confirm()
+        for plan, dtypes in zip(self.plans, self.dtypes):
+            for matrix, dtype in zip(plan.matrices, dtypes):
+                replay(self.writing(matrix, plan.ranks, dtype), ledger, program)
+        ledger.free_all(every)
+
+    def _once(self, key: tuple[object, ...], work: Callable[[], list[Event]]) -> list[Event]:
+        if key not in self.traced:
+            self.traced[key] = work()
+        return self.traced[key]
+
+    def sending(self, matrix: Matrix, ranks: int, dtype: torch.dtype) -> list[Event]:
+        """Return the events of computing the update of a shard, and of its copy into the message."""
+        shape = matrix.shard_shape(ranks, 0)
+
+        def work() -> list[Event]:
+            grad, momentum, place = _meta(shape, dtype), _meta(shape, dtype), _meta(shape, WIRE)
+            return events_of(lambda: place.copy_(update_of(grad, momentum, _OPTIONS)), [grad, momentum, place])
+
+        return self._once(("sending", shape, dtype), work)
+
+    def computing(self, matrix: Matrix, *, is_view: bool) -> list[Event]:
+        """Return the events of assembling and computing a whole matrix, and of its copy into the message."""
+        shape = matrix.shape
+
+        def work() -> list[Event]:
+            whole, place = _meta(shape, WIRE), _meta(shape, WIRE)
+
+            def compute() -> None:
+                place.copy_(_torch.newton_schulz(whole if is_view else whole.clone(), *_NEWTON_SCHULZ))
+
+            return events_of(compute, [whole, place])
+
+        return self._once(("computing", shape, is_view), work)
+
+    def writing(self, matrix: Matrix, ranks: int, dtype: torch.dtype) -> list[Event]:
+        """Return the events of writing momentum and weight of a shard."""
+        shape = matrix.shard_shape(ranks, 0)
+
+        def work() -> list[Event]:
+            local, grad, momentum, update = *(_meta(shape, dtype) for _ in range(3)), _meta(shape, WIRE)
+            return events_of(
+                lambda: write(local, grad, momentum, update, matrix.shape, _OPTIONS), [local, grad, momentum, update]
+            )
+
+        return self._once(("writing", shape, matrix.shape, dtype), work)
+
+
+class _Exchange:
+    """Counterpart of `OwnerExchange` that works on blocks of the ledger instead of tensors."""
+
+    def __init__(
+        self, step: OwnerStep, plan: OwnerPlan, dtypes: Sequence[torch.dtype], ledger: Ledger, program: Program
+    ) -> None:
+        self._step, self._plan, self._dtypes, self._ledger, self._program = step, plan, dtypes, ledger, program
+
+    def run(self) -> int:
+        """Record the exchange, and return the block of the results."""
+        plan, ledger = self._plan, self._ledger
+        results = ledger.allocate(plan.results_nbytes(0), "temporaries", "")
+        arriving = self._send(0)
+        back: tuple[Launch, int] | None = None
+        for number, bucket in enumerate(plan.buckets):
+            call, slot = arriving
+            arriving = self._send(number + 1)
+            self._program.instructions.append(Await(call))
+            self._compute(bucket)
+            sent_back = self._launch(self._nbytes(bucket, owned=True))
+            if plan.ranks == 1:  # a copy, so that nothing is in flight
+                ledger.free(slot)
+                continue
+            if back is not None:
+                self._finish(*back)
+            back = sent_back, slot
+        if back is not None:
+            self._finish(*back)
+        if plan.replicas > 1:
+            self._await(self._start("replicate", Message("all_gather", WIRE, plan.results_nbytes(0), 1, plan.replicas)))
+        return results
+
+    def confirm(self) -> None:
+        """Record the messages with which all ranks agree that they have all results."""
+        for stream, ranks in (("replicate", self._plan.replicas), ("reduce", self._plan.ranks)):
+            if ranks > 1:
+                self._await(self._start(stream, Message("talk", torch.uint8, _TALK, 1, ranks)))
+
+    def _send(self, number: int) -> tuple[Launch, int]:
+        """Send the shards of a bucket. Return the launch, and the block in which own matrices arrive."""
+        plan = self._plan
+        if number == len(plan.buckets):
+            return Launch("gather", ""), 0
+        bucket = plan.buckets[number]
+        slot = self._ledger.allocate(self._nbytes(bucket, owned=True), "temporaries", "")
+        for index in plan.of_replica(0, bucket):
+            replay(self._step.sending(plan.matrices[index], plan.ranks, self._dtypes[index]), self._ledger, self._program)
+        return self._launch(self._nbytes(bucket, owned=False)), slot
+
+    def _nbytes(self, bucket: Sequence[int], *, owned: bool) -> int:
+        """Return the bytes of the first rank's whole matrices, or of its shards, in a bucket."""
+        plan = self._plan
+        if owned:
+            numel = sum(prod(plan.matrices[index].shape) for index in bucket if plan.owners[index] == 0)
+        else:
+            numel = sum(plan.matrices[index].shard_numel(plan.ranks, 0) for index in plan.of_replica(0, bucket))
+        return numel * plan.itemsize
+
+    def _compute(self, bucket: Sequence[int]) -> None:
+        """Record the memory of the first rank, and the operators of the rank with the most work, which all wait for."""
+        plan = self._plan
+        for index in (index for index in bucket if plan.owners[index] == 0):
+            replay(self._computing(index, bucket, 0), self._ledger, None)
+        loads: dict[int, float] = {}
+        for index in bucket:
+            loads[plan.owners[index]] = loads.get(plan.owners[index], 0) + plan.costs[index]
+        busiest = max(loads, key=loads.__getitem__)
+        for index in (index for index in bucket if plan.owners[index] == busiest):
+            replay(self._computing(index, bucket, busiest), None, self._program)
+
+    def _computing(self, index: int, bucket: Sequence[int], owner: int) -> list[Event]:
+        matrix = self._plan.matrices[index]
+        is_view = matrix.dim == 0 and sum(self._plan.owners[other] == owner for other in bucket) == 1
+        return self._step.computing(matrix, is_view=is_view)
+
+    def _launch(self, nbytes: int) -> Launch:
+        ranks = self._plan.ranks
+        return self._start("gather", Message("all_to_all", WIRE, nbytes, 1, ranks) if ranks > 1 else None)
+
+    def _start(self, stream: str, message: Message | None) -> Launch:
+        launch = Launch(stream, "", messages=[] if message is None else [message])
+        self._program.instructions.append(launch)
+        if message is not None:
+            self._program.messages.append(message)
+        return launch
+
+    def _await(self, launch: Launch) -> None:
+        self._program.instructions.append(Await(launch))
+
+    def _finish(self, launch: Launch, slot: int) -> None:
+        self._await(launch)
+        self._ledger.free(slot)
+
+
+def replay(events: Iterable[Event], ledger: Ledger | None, program: Program | None) -> None:
+    """Record the memory of events in a ledger, and their operators in a program."""
+    blocks: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Op):
+            if program is not None:
+                program.instructions.append(event)
+        elif ledger is not None and isinstance(event, Allocated):
+            blocks[event.storage] = ledger.allocate(event.nbytes, "temporaries", "")
+        elif ledger is not None and isinstance(event, Freed):
+            ledger.free(blocks.pop(event.storage))
+    if ledger is not None:
+        ledger.free_all([*blocks.values()])
+
+
+def owner_step(
+    matrices: Mapping[tuple[int, int], Sequence[tuple[Matrix, torch.dtype]]],
+) -> OwnerStep:
+    """Return the step of Muon over matrices.
+
+    Args:
+        matrices: by (ranks, replicas) of the mesh, each matrix with the dtype in which it is stored.
+    """
+    plans = [
+        plan_owners([matrix for matrix, _ in listed], ranks, replicas=replicas)
+        for (ranks, replicas), listed in matrices.items()
+    ]
+    return OwnerStep(tuple(plans), tuple(tuple(dtype for _, dtype in listed) for listed in matrices.values()))
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+__all__ = ["OwnerStep", "owner_step"]
