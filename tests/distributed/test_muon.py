@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard
 from fullshard import HFSDP, ZERO2, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
-from fullshard.optim import matrix_owners, owners
+from fullshard.optim import matrix_owners
 
 SIZES = [(5, 24), (24, 40), (40, 7), (7, 33), (33, 33), (33, 3)]  # in, out: wide and tall, uneven, fewer rows than ranks
 # In bfloat16 the CPU rounds the last elements of a tensor, behind whole vectors, otherwise than the others: so these are whole.
@@ -97,7 +97,7 @@ def train_alike(world: World, model: nn.Module, sharded: nn.Module, steps: int =
 def test_steps_are_bit_for_bit_those_of_one_process(world: World, options: dict[str, Any], dtype: torch.dtype) -> None:
     model = Net(SIZES if dtype == torch.float32 else SIZES_BF16).to(dtype)
     sharded = shard(copy.deepcopy(model), world.mesh)
-    for bucket_nbytes in (owners.BUCKET_NBYTES, 3000):  # in one bucket, and in several
+    for bucket_nbytes in (None, 3000):  # in one bucket, and in several
         with mock.patch.object(plan_owners, "__kwdefaults__", {"bucket_nbytes": bucket_nbytes}):
             train_alike(world, model, sharded, **options)
         assert_same_parameters(sharded, model, 1e-2 if dtype == torch.bfloat16 else 1e-5)

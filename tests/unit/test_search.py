@@ -72,6 +72,7 @@ class Space:
             "batch": torch.empty(self.rows, rng.choice([16, 64]), self.dim, device="meta"),
             "world": 8,
             "loss": torch.sum,
+            "optimizer": random.Random(seed + 1).choice(["adamw", "adamw", "muon"]),
         }
         slow = rng.choice([1.0, 0.02])  # of the link, so that messages count
         gpu = replace(GPUS["h100-sxm"], context=0, link=GPUS["h100-sxm"].link * slow, launch=rng.choice([0.0, 6e-6]))

@@ -201,8 +201,9 @@ def explain(
         states: as in `fully_shard`. Under `ZERO1` only the last microbatch reduces, as after
             `set_is_last_backward(False)` for the others.
         shard_placement_fn: as in `fully_shard`, but returns only None or `Shard(dim)`.
-        optimizer: one of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop, or a function that makes an optimizer
-            of parameters; None is no optimizer.
+        optimizer: one of adamw, adam, adamw-fused, sgd, sgd-momentum, adagrad, rmsprop, or muon (for the parameters that
+            `matrices_of` chooses, and AdamW for the rest), or a function that makes an optimizer of parameters; None is no
+            optimizer.
         loss: function of the model's output; None takes the output itself, if it has one element, or its `.loss`.
         keep_output: True if the training loop keeps the model's output until the backward ends, as `out = model(x)` does;
             False for `loss(model(x)).backward()`.

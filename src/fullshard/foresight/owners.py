@@ -12,9 +12,9 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.core import Message
 from fullshard.foresight.ledger import Ledger
-from fullshard.foresight.program import Await, Launch, Program
+from fullshard.foresight.program import ON_HOST, Await, Launch, Program
 from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
-from fullshard.optim.muon import WIRE, update_of, write
+from fullshard.optim.muon import WIRE, runs, updates_of, write
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 
 _OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None}
@@ -40,15 +40,28 @@ class OwnerStep:
             for matrix, dtype in zip(plan.matrices, dtypes)
         )
 
-    def run(self, ledger: Ledger, program: Program) -> None:
-        """Record one step: all exchanges, and then all writes."""
-        exchanges = [_Exchange(self, plan, dtypes, ledger, program) for plan, dtypes in zip(self.plans, self.dtypes)]
+    def run(self, ledger: Ledger, program: Program, *, on_host: bool = False) -> None:
+        """Record one step: all exchanges, and then all writes.
+
+        Args:
+            ledger: for the memory.
+            program: for operators and messages.
+            on_host: True if shards and states are in host memory: then the CPU runs what is element-wise.
+        """
+        exchanges = [
+            _Exchange(self, plan, dtypes, ledger, program, on_host=on_host) for plan, dtypes in zip(self.plans, self.dtypes)
+        ]
         every = [exchange.run() for exchange in exchanges]
         for exchange in exchanges:
             exchange.confirm()
-        for plan, dtypes in zip(self.plans, self.dtypes):
-            for matrix, dtype in zip(plan.matrices, dtypes):
-                replay(self.writing(matrix, plan.ranks, dtype), ledger, program)
+        listed = [
+            (matrix.shard_shape(plan.ranks, 0), matrix.shape, dtype)
+            for plan, dtypes in zip(self.plans, self.dtypes)
+            for matrix, dtype in zip(plan.matrices, dtypes)
+        ]
+        if on_host:
+            copy_over("to_host", sum(prod(shape) for shape, _, _ in listed) * WIRE.itemsize, program)
+        replay_element_wise(self._writing(listed), ledger, program, on_host=on_host)
         ledger.free_all(every)
 
     def _once(self, key: tuple[object, ...], work: Callable[[], list[Event]]) -> list[Event]:
@@ -56,15 +69,21 @@ class OwnerStep:
             self.traced[key] = work()
         return self.traced[key]
 
-    def sending(self, matrix: Matrix, ranks: int, dtype: torch.dtype) -> list[Event]:
-        """Return the events of computing the update of a shard, and of its copy into the message."""
-        shape = matrix.shard_shape(ranks, 0)
+    def sending(self, shards: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Event]:
+        """Return the events of computing the updates of shards, of (shape, dtype) each, into a message."""
 
         def work() -> list[Event]:
-            grad, momentum, place = _meta(shape, dtype), _meta(shape, dtype), _meta(shape, WIRE)
-            return events_of(lambda: place.copy_(update_of(grad, momentum, _OPTIONS)), [grad, momentum, place])
+            grads, momenta = ([_meta(*shard) for shard in shards] for _ in range(2))
+            places = [_meta(shape, WIRE) for shape, _ in shards]
 
-        return self._once(("sending", shape, dtype), work)
+            def fill() -> None:
+                for part in runs(range(len(shards)), lambda _: None, lambda index: grads[index].nbytes):
+                    mine = [grads[index] for index in part], [momenta[index] for index in part]
+                    torch._foreach_copy_([places[index] for index in part], updates_of(*mine, _OPTIONS))
+
+            return events_of(fill, [*grads, *momenta, *places])
+
+        return self._once(("sending", tuple(shards)), work)
 
     def computing(self, matrix: Matrix, *, is_view: bool) -> list[Event]:
         """Return the events of assembling and computing a whole matrix, and of its copy into the message."""
@@ -80,26 +99,33 @@ class OwnerStep:
 
         return self._once(("computing", shape, is_view), work)
 
-    def writing(self, matrix: Matrix, ranks: int, dtype: torch.dtype) -> list[Event]:
-        """Return the events of writing momentum and weight of a shard."""
-        shape = matrix.shard_shape(ranks, 0)
+    def _writing(self, shards: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> list[Event]:
+        """Return the events of writing momenta and weights of shards, of (shape, whole shape, dtype) each."""
 
         def work() -> list[Event]:
-            local, grad, momentum, update = *(_meta(shape, dtype) for _ in range(3)), _meta(shape, WIRE)
-            return events_of(
-                lambda: write(local, grad, momentum, update, matrix.shape, _OPTIONS), [local, grad, momentum, update]
-            )
+            weights, grads, momenta = ([_meta(shape, dtype) for shape, _, dtype in shards] for _ in range(3))
+            updates, wholes = [_meta(shape, WIRE) for shape, _, _ in shards], [whole for _, whole, _ in shards]
+            existing = [*weights, *grads, *momenta, *updates]
+            return events_of(lambda: write(weights, grads, momenta, updates, wholes, _OPTIONS), existing)
 
-        return self._once(("writing", shape, matrix.shape, dtype), work)
+        return self._once(("writing", tuple(shards)), work)
 
 
 class _Exchange:
     """Counterpart of `OwnerExchange` that works on blocks of the ledger instead of tensors."""
 
     def __init__(
-        self, step: OwnerStep, plan: OwnerPlan, dtypes: Sequence[torch.dtype], ledger: Ledger, program: Program
+        self,
+        step: OwnerStep,
+        plan: OwnerPlan,
+        dtypes: Sequence[torch.dtype],
+        ledger: Ledger,
+        program: Program,
+        *,
+        on_host: bool,
     ) -> None:
-        self._step, self._plan, self._dtypes, self._ledger, self._program = step, plan, dtypes, ledger, program
+        self._step, self._plan, self._dtypes, self._on_host = step, plan, dtypes, on_host
+        self._ledger, self._program = ledger, program
 
     def run(self) -> int:
         """Record the exchange, and return the block of the results."""
@@ -138,8 +164,11 @@ class _Exchange:
             return Launch("gather", ""), 0
         bucket = plan.buckets[number]
         slot = self._ledger.allocate(self._nbytes(bucket, owned=True), "temporaries", "")
-        for index in plan.of_replica(0, bucket):
-            replay(self._step.sending(plan.matrices[index], plan.ranks, self._dtypes[index]), self._ledger, self._program)
+        order = sorted(plan.of_replica(0, bucket), key=lambda index: (plan.owners[index], index))
+        shards = [(plan.matrices[index].shard_shape(plan.ranks, 0), self._dtypes[index]) for index in order]
+        replay_element_wise(self._step.sending(shards), self._ledger, self._program, on_host=self._on_host)
+        if self._on_host:
+            copy_over("to_device", self._nbytes(bucket, owned=False), self._program)
         return self._launch(self._nbytes(bucket, owned=False)), slot
 
     def _nbytes(self, bucket: Sequence[int], *, owned: bool) -> int:
@@ -200,6 +229,20 @@ def replay(events: Iterable[Event], ledger: Ledger | None, program: Program | No
             ledger.free(blocks.pop(event.storage))
     if ledger is not None:
         ledger.free_all([*blocks.values()])
+
+
+def replay_element_wise(events: Sequence[Event], ledger: Ledger, program: Program, *, on_host: bool) -> None:
+    """Record element-wise work: as `replay`, or as one operator of the CPU, whose memory does not count."""
+    if not on_host:
+        return replay(events, ledger, program)
+    nbytes = sum(event.nbytes for event in events if isinstance(event, Op))
+    program.instructions.append(Op(ON_HOST, 0, nbytes, None))
+
+
+def copy_over(kind: str, nbytes: int, program: Program) -> None:
+    """Record a copy between host and device, for which the compute stream waits."""
+    launch = Launch("gather", "", messages=[Message(kind, WIRE, nbytes, 1)])
+    program.instructions += [launch, Await(launch)]
 
 
 def owner_step(

@@ -135,6 +135,8 @@ def _kind_text(kind: str, count: int) -> str:
         "reduce_scatter": "reduce-scatter",
         "all_reduce": "all-reduce",
         "heartbeat": "heartbeat",
+        "all_to_all": "all-to-all",
+        "talk": "agreement",
     }
     # All other kinds are copies between host and device ("to_host").
     if kind not in collectives:

@@ -28,7 +28,6 @@ from fullshard.foresight.trace import GradientReady, StepFailed, Trace, paramete
 from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
 from fullshard.optim.matrix_choice import matrices_of
 from fullshard.optim.owners import Matrix
-from fullshard.policies import CPUOffloadPolicy
 from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import plan_model
@@ -113,7 +112,6 @@ class TracedModel:
         unsupported = {
             "engine='fsdp2'": arguments.engine == "fsdp2",
             "tensor_parallel": arguments.tensor_parallel > 1,
-            "a CPU offload policy": isinstance(arguments.offload_policy, CPUOffloadPolicy),
         }
         if any(unsupported.values()):
             names = ", ".join(name for name, is_set in unsupported.items() if is_set)

@@ -431,12 +431,12 @@ class _Simulator:
             self._has_states = True
             for nbytes in step.states:
                 self.ledger.allocate(nbytes, kind, "")
+        if step.owners is not None:
+            step.owners.run(self.ledger, self.program, on_host=kind == "pinned host")
         if kind == "pinned host":
             # The CPU runs the whole step, so only its time counts: one operator that reads and writes all bytes.
             self.program.instructions.append(Op(ON_HOST, 0, sum(op.nbytes for op in step.ops), None))
             return
-        if step.owners is not None:
-            step.owners.run(self.ledger, self.program)
         self.program.instructions.extend(step.ops)
         temporaries: dict[int, int] = {}
         for storage, nbytes in step.changes:

@@ -100,16 +100,17 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
 def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict[str, Any]]:
     """Yield all combinations of the axes, except for those that are equal to others or contradict themselves.
 
-    A single microbatch has nothing to accumulate, and `ZERO1` accumulates in any case. `ZERO1` and `ZERO2` never reshard.
-    `HFSDP` needs a hybrid mesh.
+    A single microbatch has nothing to accumulate, and `ZERO1` accumulates in any case: with a single one it is `ZERO2`, and is
+    left out if that is among the settings. `ZERO1` and `ZERO2` never reshard. `HFSDP` needs a hybrid mesh.
     """
+    known = [arguments.states, *(change["states"] for axis in axes for change in axis if "states" in change)]
     for chosen in product(*axes):
         changes = {name: value for change in chosen for name, value in change.items()}
         states = changes.get("states", arguments.states)
         single = changes.get("microbatches", arguments.microbatches) == 1
         if "accumulate" in changes and (single or states.keeps_gradients):
             continue
-        if states.keeps_gradients and single and "states" in changes:
+        if states.keeps_gradients and single and "states" in changes and replace(states, gradients=states.optimizer) in known:
             continue
         if states.keeps_parameters and changes.get("reshard_after_forward") is not None:
             continue

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, replacement_of, to_local
-from fullshard.optim.owner_exchange import Across, OwnerExchange
+from fullshard.optim.owner_exchange import Across, Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, OwnerPlan, as_matrix, plan_owners
 from fullshard.optim.pieces import Piece, Split, pieces_of, resolved_split
 
@@ -50,14 +50,12 @@ class Exchanges:
         self._doing, self._dtype, self._cost = doing, dtype, cost
         self._known: dict[tuple[object, ...], tuple[list[Piece], OwnerExchange]] = {}
 
-    def run(
-        self, pieces: Sequence[Piece], shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]
-    ) -> list[Tensor]:
+    def run(self, pieces: Sequence[Piece], fill: Fill, function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
         """Return this rank's part of the function's result for each piece. Collective.
 
         Args:
             pieces: the matrices.
-            shard: returns this rank's shard of a matrix, by index in `pieces`.
+            fill: writes this rank's shards of matrices, by index in `pieces`, into places in a message.
             function: called on the owner with the index and the whole matrix; see `OwnerExchange.run`.
         """
         results: list[Tensor] = [torch.empty(0)] * len(pieces)
@@ -68,13 +66,13 @@ class Exchanges:
                 calls.enter_context(exchange.call())
                 used.append(exchange)
 
-                def of(number: int, indices: list[int] = indices) -> Tensor:
-                    return shard(indices[number])
+                def send(numbers: Sequence[int], places: Sequence[Tensor], indices: list[int] = indices) -> None:
+                    fill([indices[number] for number in numbers], places)
 
                 def on_owner(number: int, whole: Tensor, indices: list[int] = indices) -> Tensor:
                     return function(indices[number], whole)
 
-                for index, part in zip(indices, exchange.run(of, on_owner)):
+                for index, part in zip(indices, exchange.run(send, on_owner)):
                     results[index] = part
             # Behind all of them: ranks of one mesh wait for those that are still in the exchange of another one.
             for exchange in used:
@@ -188,11 +186,11 @@ class MatrixOwners:
                     )
                 return result.reshape(whole.shape)
 
-            def shard(number: int) -> Tensor:
-                index, piece = self._pieces[number]
-                return piece.part(shards[index])
+            def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
+                chosen = (self._pieces[number] for number in numbers)
+                copy_into(places, [piece.part(shards[index]) for index, piece in chosen])
 
-            for (index, piece), part in zip(self._pieces, self._exchanges.run(pieces, shard, on_owner)):
+            for (index, piece), part in zip(self._pieces, self._exchanges.run(pieces, fill, on_owner)):
                 parameter, part = piece.parameter, part.to(piece.parameter.local.device)
                 if piece.cut is None:
                     results[index] = parameter.dtensor_like_shard(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from fullshard.optim.matrix_owners import Exchanges
 from fullshard.optim.pieces import Piece, Pieces, pieces_of
 
 WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
+
+RUN_NBYTES = 16 << 20  # of gradients whose updates are computed together, in temporaries of twice the size
 
 
 def is_muon(optimizer: optim.Optimizer) -> bool:
@@ -90,20 +92,27 @@ class MuonStep:
             options = members[index].options
             return _torch.newton_schulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
 
-        def shard(index: int) -> Tensor:
-            return update_of(members[index].grad, members[index].momentum, members[index].options)
+        def fill(indices: Sequence[int], places: Sequence[Tensor]) -> None:
+            """Compute the updates of shards into a message, some MiB at a time, since each operator costs a launch."""
+            for part in runs(indices, lambda index: id(members[index].options), lambda index: members[index].grad.nbytes):
+                mine = [members[indices[number]] for number in part]
+                grads, momenta = [one.grad for one in mine], [one.momentum for one in mine]
+                torch._foreach_copy_([places[number] for number in part], updates_of(grads, momenta, mine[0].options))
 
         pieces = [member.piece for member in members]
         with torch.no_grad():
             try:
-                updates = self._exchanges.run(pieces, shard, newton_schulz)
+                updates = self._exchanges.run(pieces, fill, newton_schulz)
             except BaseException:
                 for member in members:
                     if member.is_new:
                         optimizer.state.pop(member.piece.parameter.sharded, None)
                 raise
-            for one, update in zip(members, updates):
-                write(one.local, one.grad, one.momentum, update, one.piece.whole.shape, one.options)
+            for part in runs(range(len(members)), lambda index: id(members[index].options)):
+                mine = [members[number] for number in part]
+                weights, grads, momenta = ([getattr(one, key) for one in mine] for key in ("local", "grad", "momentum"))
+                shapes = [one.piece.whole.shape for one in mine]
+                write(weights, grads, momenta, [updates[number] for number in part], shapes, mine[0].options)
 
     def _members_of(self, tensors: tuple[Tensor, ...], options: dict[str, Any], *, is_new: bool) -> list[_Member] | None:
         """Return a sharded matrix with its gradient and momentum, or its pieces; None for one that `step` computes itself."""
@@ -133,24 +142,49 @@ class MuonStep:
             return None
 
 
-def update_of(grad: Tensor, momentum: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return this rank's part of the update before it is orthogonalized, (shard shape)."""
-    momentum = torch.lerp(momentum, grad, 1 - options["momentum"])
-    return torch.lerp(grad, momentum, options["momentum"]) if options["nesterov"] else momentum
+def runs(
+    indices: Sequence[int], key: Callable[[int], object], nbytes: Callable[[int], int] | None = None
+) -> Iterator[list[int]]:
+    """Yield positions in `indices`, in runs with equal keys, of up to `RUN_NBYTES` or one."""
+    run: list[int] = []
+    last, room = object(), 0
+    for number, index in enumerate(indices):
+        size = 0 if nbytes is None else nbytes(index)
+        if run and (key(index) != last or size > room):
+            yield run
+            run = []
+        if not run:
+            last, room = key(index), RUN_NBYTES
+        room -= size
+        run.append(number)
+    if run:
+        yield run
+
+
+def updates_of(grads: list[Tensor], momenta: list[Tensor], options: Mapping[str, Any]) -> list[Tensor]:
+    """Return this rank's parts of updates before they are orthogonalized, (shard shape) each."""
+    updates = torch._foreach_lerp(momenta, grads, 1 - options["momentum"])
+    return list(torch._foreach_lerp(grads, updates, options["momentum"]) if options["nesterov"] else updates)
 
 
 def write(
-    weight: Tensor, grad: Tensor, momentum: Tensor, update: Tensor, shape: Sequence[int], options: Mapping[str, Any]
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    updates: list[Tensor],
+    shapes: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
 ) -> None:
-    """Write the shards of momentum and weight, in the order of the reference. `shape`: that of the whole matrix."""
+    """Write the shards of momenta and weights, in the order of the reference. `shapes`: those of the whole matrices."""
     lr = _torch.scalar_of(options["lr"])
-    momentum.lerp_(grad, 1 - options["momentum"])
-    weight.mul_(1 - lr * options["weight_decay"])
-    rows, columns = shape
-    adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape))
-    if rows > columns:
-        update = _column_major(update)
-    weight.add_(update.to(weight.device), alpha=-adjusted)
+    torch._foreach_lerp_(momenta, grads, 1 - options["momentum"])
+    for weight, update, shape in zip(weights, updates, shapes):
+        weight.mul_(1 - lr * options["weight_decay"])  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
+        adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape))
+        rows, columns = shape
+        if rows > columns and weight.device.type == "cpu":
+            update = _column_major(update)
+        weight.add_(update.to(weight.device), alpha=-adjusted)
 
 
 def _column_major(update: Tensor) -> Tensor:
@@ -162,4 +196,4 @@ def _column_major(update: Tensor) -> Tensor:
     return made.copy_(update)
 
 
-__all__ = ["WIRE", "MuonStep", "is_muon", "update_of", "write"]
+__all__ = ["RUN_NBYTES", "WIRE", "MuonStep", "is_muon", "runs", "updates_of", "write"]

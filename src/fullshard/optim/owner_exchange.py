@@ -18,6 +18,10 @@ from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
 _KIND = "all_to_all"  # `Message.kind` of these collectives
 
 
+Fill = Callable[[Sequence[int], Sequence[Tensor]], None]
+"""Function that writes shards into a message: of these matrices, by index, into these places, which have their shapes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Across:
     """Tensor parallelism: what the owners have are blocks of matrices, which their tensor-parallel ranks exchange in turn.
@@ -132,11 +136,11 @@ class OwnerExchange:
             finally:
                 self._leave()
 
-    def run(self, shard: Callable[[int], Tensor], function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    def run(self, fill: Fill, function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
         """Return this rank's part of each result. Collective.
 
         Args:
-            shard: returns this rank's shard of a matrix (by index), of any dtype, on any device; cast for the message.
+            fill: writes this rank's shards of matrices (by index) into places in a message.
             function: called on the owner with the index and the whole matrix, which it may overwrite; returns a matrix of the
                 same shape.
 
@@ -144,12 +148,12 @@ class OwnerExchange:
             For each matrix a tensor with the shape of the shard, in the dtype of the messages.
         """
         every, own = self._memory_of_results()
-        there = self._send_to_owners(0, shard, own) if self._routes else None
+        there = self._send_to_owners(0, fill, own) if self._routes else None
         back: CollectiveCall | None = None
         for number, route in enumerate(self._routes):
             assert there is not None
             slot, call = there
-            there = self._send_to_owners(number + 1, shard, own) if number + 1 < len(self._routes) else None
+            there = self._send_to_owners(number + 1, fill, own) if number + 1 < len(self._routes) else None
             self._wait(call)
             self._compute(number, slot, function)
             before, back = back, self._send(_of(route, own), slot, route.sizes, route.part_sizes, "results of owners")
@@ -158,26 +162,26 @@ class OwnerExchange:
         self._wait(back)
         return self._results(every)
 
-    def to_owners(self, shard: Callable[[int], Tensor]) -> dict[int, Tensor]:
+    def to_owners(self, fill: Fill) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns, by index. Collective.
 
         Args:
-            shard: returns this rank's shard of a matrix (by index), as for `run`.
+            fill: writes this rank's shards, as for `run`.
 
         Returns:
             Tensors with memory of their own.
         """
         found: dict[int, Tensor] = {}
-        there = self._send_to_owners(0, shard) if self._routes else None
+        there = self._send_to_owners(0, fill) if self._routes else None
         for number, route in enumerate(self._routes):
             assert there is not None
             slot, call = there
-            there = self._send_to_owners(number + 1, shard) if number + 1 < len(self._routes) else None
+            there = self._send_to_owners(number + 1, fill) if number + 1 < len(self._routes) else None
             self._wait(call)
             wholes = self._assembled(number, slot)
             if self._inner is not None:
                 wholes = {
-                    route.owned[index]: whole for index, whole in self._inner[number].to_owners(_nth(route, wholes)).items()
+                    route.owned[index]: whole for index, whole in self._inner[number].to_owners(_filling(route, wholes)).items()
                 }
             found.update(wholes)
         return found
@@ -227,7 +231,7 @@ class OwnerExchange:
         route, parts = self._routes[number], self._parts(number, slot)
         if self._inner is not None:
             blocks = self._assembled(number, slot)
-            results = self._inner[number].run(_nth(route, blocks), lambda index, whole: function(route.owned[index], whole))
+            results = self._inner[number].run(_filling(route, blocks), lambda index, whole: function(route.owned[index], whole))
             for index, result in zip(route.owned, results):
                 self._fill(parts[index], index, result)
             return
@@ -309,9 +313,7 @@ class OwnerExchange:
         every = self._new(self.plan.replicas * self._most)
         return every, every[self._replica * self._most :][: self._most]
 
-    def _send_to_owners(
-        self, number: int, shard: Callable[[int], Tensor], own: Tensor | None = None
-    ) -> tuple[Tensor, CollectiveCall | None]:
+    def _send_to_owners(self, number: int, fill: Fill, own: Tensor | None = None) -> tuple[Tensor, CollectiveCall | None]:
         """Start the message of a bucket to the owners. Return the memory in which the parts of own matrices arrive.
 
         The shards are sent from `own`, the memory of the results, where the results replace them.
@@ -319,8 +321,7 @@ class OwnerExchange:
         route = self._routes[number]
         sent = self._new(sum(route.sizes)) if own is None else _of(route, own)
         received = self._new(sum(route.part_sizes))
-        for index, place in zip(route.order, _views(sent, route.shapes)):
-            place.copy_(shard(index))
+        fill(route.order, _views(sent, route.shapes))
         return received, self._send(received, sent, route.part_sizes, route.sizes, "matrices to their owners")
 
     def _results(self, every: Tensor) -> list[Tensor]:
@@ -394,9 +395,19 @@ def _of(route: _Route, own: Tensor) -> Tensor:
     return own[route.start :][: sum(route.sizes)]
 
 
-def _nth(route: _Route, blocks: Mapping[int, Tensor]) -> Callable[[int], Tensor]:
-    """Return a function that returns the block of the matrix with a number among those of a bucket."""
-    return lambda number: blocks[route.owned[number]]
+def _filling(route: _Route, blocks: Mapping[int, Tensor]) -> Fill:
+    """Return a function that writes blocks into a message, by the numbers of their matrices among those of a bucket."""
+
+    def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
+        copy_into(places, [blocks[route.owned[number]] for number in numbers])
+
+    return fill
+
+
+def copy_into(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into places in a message."""
+    if places:
+        torch._foreach_copy_([*places], [*tensors])
 
 
 def _place(tensor: Tensor) -> tuple[int, ...]:
@@ -414,4 +425,4 @@ def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
 
 
-__all__ = ["Across", "OwnerExchange"]
+__all__ = ["Across", "Fill", "OwnerExchange", "copy_into"]

@@ -13,7 +13,7 @@ from fullshard.core import Extent
 from fullshard.errors import check_positive_int
 
 BUCKET_NBYTES = 32 << 20
-"""Limit of the whole matrices of one owner in a bucket, bytes; a larger matrix is the only one there."""
+"""Limit of the whole matrices of one owner in a bucket, bytes, unless the largest matrix is larger."""
 
 WIRE_ITEMSIZE = 2  # bytes of an element on its way: Newton-Schulz reads and returns bfloat16
 
@@ -243,7 +243,7 @@ def plan_owners(
     ranks: int,
     *,
     replicas: int = 1,
-    bucket_nbytes: int = BUCKET_NBYTES,
+    bucket_nbytes: int | None = None,
     cost: Cost | None = None,
     itemsize: int = WIRE_ITEMSIZE,
 ) -> OwnerPlan:
@@ -259,7 +259,8 @@ def plan_owners(
             parameters of other dims are for another optimizer, and left out here.
         ranks: number of ranks over which each matrix is sharded.
         replicas: number of replicas of the shards, on a hybrid mesh.
-        bucket_nbytes: bytes of whole matrices that one owner has in a bucket, unless one matrix has more.
+        bucket_nbytes: bytes of whole matrices that one owner has in a bucket, unless one matrix has more; None for 32 MiB or
+            the largest matrix.
         cost: function of a `Matrix` that returns the time to compute with it, in any unit; None for that of Newton-Schulz.
         itemsize: bytes of an element on its way: 2 for bfloat16.
 
@@ -277,13 +278,16 @@ def plan_owners(
 
     Source: longest processing time first, Graham 1969 (doi 10.1137/0117039).
     """
-    numbers = ("ranks", ranks), ("replicas", replicas), ("bucket_nbytes", bucket_nbytes), ("itemsize", itemsize)
-    for name, number in numbers:
+    for name, number in (("ranks", ranks), ("replicas", replicas), ("itemsize", itemsize)):
         check_positive_int(name, number)
     found = tuple(one if isinstance(one, Matrix) else _matrix(*one) for one in matrices)
+    if bucket_nbytes is None:
+        bucket_nbytes = max(BUCKET_NBYTES, *(prod(one.shape) * itemsize for one in found), 0)
+    check_positive_int("bucket_nbytes", bucket_nbytes, otherwise=", or None")
     costs = tuple(one.cost if cost is None else cost(one) for one in found)
-    owners = _owners(found, costs, ranks, replicas)
-    buckets = _buckets(found, owners, max(1, bucket_nbytes // itemsize))
+    longest_first = sorted(range(len(found)), key=lambda index: (-costs[index], -prod(found[index].shape), index))
+    owners = _owners(found, costs, longest_first, ranks, replicas)
+    buckets = _buckets(found, owners, longest_first, max(1, bucket_nbytes // itemsize))
     return OwnerPlan(ranks, replicas, found, costs, tuple(owners), buckets, itemsize)
 
 
@@ -294,13 +298,15 @@ def _matrix(name: str, value: Any) -> Matrix:
     return Matrix(name, (int(shape[0]), int(shape[1])))
 
 
-def _owners(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, replicas: int) -> list[int]:
-    """Return the owner of each matrix: longest first, to the rank with the least work."""
+def _owners(
+    matrices: Sequence[Matrix], costs: Sequence[float], longest_first: Sequence[int], ranks: int, replicas: int
+) -> list[int]:
+    """Return the owner of each matrix: in this order, the rank with the least work."""
     owners, mean = [0] * len(matrices), sum(costs) / (ranks * replicas)
     loads: list[tuple[float, int]] = [(0, 0)] * (ranks * replicas)  # (cost, elements)
     least = [(*load, owner) for owner, load in enumerate(loads)]  # a heap, whose entries of former loads are skipped
     numels = [prod(matrix.shape) for matrix in matrices]
-    for index in sorted(range(len(matrices)), key=lambda index: (-costs[index], -numels[index], index)):
+    for index in longest_first:
         holder = matrices[index].holder(ranks)
         owner = None if holder is None else min(range(holder, len(loads), ranks), key=loads.__getitem__)
         if owner is None or loads[owner][0] + costs[index] > mean:
@@ -313,12 +319,18 @@ def _owners(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, repl
     return owners
 
 
-def _buckets(matrices: Sequence[Matrix], owners: Sequence[int], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets, of up to `limit` elements per owner. Each owner has a part of every bucket while it has some left."""
+def _buckets(
+    matrices: Sequence[Matrix], owners: Sequence[int], longest_first: Sequence[int], limit: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets, of up to `limit` elements per owner. Each owner has a part of every bucket while it has some left.
+
+    All owners begin with their longest matrices, so that they have about as much work in each bucket, after which they wait for
+    each other.
+    """
     buckets: list[list[int]] = []
     by_owner: dict[int, list[int]] = {}
-    for index, owner in enumerate(owners):
-        by_owner.setdefault(owner, []).append(index)
+    for index in longest_first:
+        by_owner.setdefault(owners[index], []).append(index)
     for _, owned in sorted(by_owner.items()):
         number, room = -1, 0
         for index in owned:

@@ -22,7 +22,7 @@ from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.matrix_owners import by_mesh, exchange_of, plan_of
 from fullshard.optim.muon import is_muon
-from fullshard.optim.owner_exchange import OwnerExchange
+from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, OwnerPlan
 from fullshard.optim.pieces import Piece, Pieces, Split, pieces_of, resolved_split
 
@@ -312,8 +312,11 @@ class _WholeView:
 
 def _arrived(exchange: OwnerExchange, pieces: list[Piece]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return (weight, gradient) of the pieces that this rank owns. Collective."""
-    weights = exchange.to_owners(lambda index: pieces[index].part(pieces[index].parameter.local))
-    grads = exchange.to_owners(lambda index: pieces[index].part(_gradient(pieces[index].parameter)))
+
+    def filling(of: Callable[[ShardedParameter], Tensor]) -> Fill:
+        return lambda indices, places: copy_into(places, [pieces[i].part(of(pieces[i].parameter)) for i in indices])
+
+    weights, grads = exchange.to_owners(filling(lambda parameter: parameter.local)), exchange.to_owners(filling(_gradient))
     found = {}
     for index, weight in weights.items():
         # where the shards are: optimizers compute with offloaded parameters in host memory
