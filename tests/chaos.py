@@ -1,7 +1,8 @@
 """Every ending of a rank at every place of a job: `make chaos`, 15 minutes at most. Prints a table of what held.
 
     ending    raise, sys.exit, os._exit, SIGKILL, SIGTERM, SIGINT; SIGSTOP and a sleep ("slow") for 10 s
-    place     init, wrap, forward, backward, optimizer, save, end
+    place     init, wrap, forward, backward, optimizer, save, end; with --optimizer muon or shampoo instead the places of a step
+              by owners: to_owners, owner, results, confirm, written
     victim    rank 0 (which has the store) or 1, of 2, 3 or 4 ranks
 
 For each: no other rank waits longer than 10 s, and its error names the victim and a unit or call; the last checkpoint is
@@ -39,6 +40,8 @@ STEPS, EVERY, FAULTY = 5, 2, 2  # steps of a job, those between two checkpoints,
 PAUSED = 10.0  # seconds for which a rank stops, or sleeps
 STATES = "FULLSHARD_CHAOS_STATES"  # in the environment of ranks: the level of ZeRO; all but ZERO3 have two microbatches
 WAITS = 10.0  # seconds that a rank may wait for one that is no more
+OPTIMIZER = "FULLSHARD_CHAOS_OPTIMIZER"  # in the environment of ranks: adamw, muon or shampoo
+IN_STEP = ["to_owners", "owner", "results", "confirm", "written"]  # places of a step of whole matrices by owners
 RENDEZVOUS = 5.0  # seconds until torch gives up an init_process_group()
 
 
@@ -68,8 +71,11 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
     import fullshard
     from fullshard.policies import PRESETS
 
+    met: list[str] = []
+
     def at(place: str) -> None:
-        if (place, rank.rank) == (where, victim):
+        if (place, rank.rank) == (where, victim) and not met:
+            met.append(place)
             rank.event()
             meet(what, PAUSED)
 
@@ -93,32 +99,95 @@ def train(rank: Rank, what: str, where: str, victim: int) -> None:
             at("wrap")
         fullshard.fully_shard(block, mesh=mesh, states=states)
     fullshard.fully_shard(model, mesh=mesh, states=states)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizers = optimizers_of(model, lambda place: at(place) if step == FAULTY else None)
     last = rank.folder.parent / "last"
     begin = int(last.read_text()) if last.exists() else 0
     if begin:
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers)))
         dcp.load(state, checkpoint_id=last.parent / f"checkpoint-{begin}")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     model.blocks[1].up.register_forward_pre_hook(lambda *_: at("forward") if step == FAULTY else None)
     model.blocks[1].up.register_full_backward_pre_hook(lambda *_: at("backward") if step == FAULTY else None)
-    optimizer.register_step_pre_hook(lambda *_: at("optimizer") if step == FAULTY else None)
+    optimizers[0].register_step_pre_hook(lambda *_: at("optimizer") if step == FAULTY else None)
     for step in range(begin, STEPS):
         for ends_step in (False, True) if states != fullshard.ZERO3 else (True,):
             model.set_is_last_backward(ends_step)
             loss = square(model(batch(step).chunk(rank.size)[rank.rank]))
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            before = snapshot(optimizer)
+            try:
+                optimizer.step()
+            except Exception:
+                if where in IN_STEP[:-1] and snapshot(optimizer) != before:  # behind "written" it is over
+                    rank.say("changed")
+                raise
+            optimizer.zero_grad()
         rank.say("loss", step=step, loss=loss.item())
         if (step + 1) % EVERY == 0:
-            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers)))
             dcp.save(state, storage_writer=Writer(last.parent / f"checkpoint-{step + 1}"))
             if rank.rank == 0:
                 (last.parent / "last.new").write_text(str(step + 1))
                 os.replace(last.parent / "last.new", last)
     at("end")
     dist.destroy_process_group()
+
+
+def optimizers_of(model: Any, at: Any) -> list[Any]:
+    """The optimizers of a job. Those of whole matrices call `at` with each place of their step."""
+    import torch
+    from optimizers import Shampoo
+
+    import fullshard
+    from fullshard import _torch as private
+    from fullshard.optim.owner_exchange import OwnerExchange
+
+    kind = os.environ.get(OPTIMIZER, "adamw")
+    if kind == "adamw":
+        return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+    if kind == "shampoo":
+        found = [fullshard.whole_view(Shampoo(model.parameters(), lr=1e-2))]
+    else:
+        # a bucket for each matrix
+        fullshard.plan_owners.__kwdefaults__["bucket_nbytes"] = 1
+        choice = fullshard.matrices_of(model)
+        found = [torch.optim.Muon(choice.matrices, lr=1e-2), torch.optim.AdamW(choice.rest, lr=1e-2)]
+
+    def before(owner: Any, name: str, place: Any) -> None:
+        inner = getattr(owner, name)
+
+        def reached(*arguments: Any, **options: Any) -> Any:
+            at(place(*arguments))
+            return inner(*arguments, **options)
+
+        setattr(owner, name, reached)
+
+    before(OwnerExchange, "_send", lambda *arguments: "results" if arguments[-1] == "results of owners" else "to_owners")
+    before(OwnerExchange, "confirm", lambda *_: "confirm")
+    before(*((torch.linalg, "eigh") if kind == "shampoo" else (private, "newton_schulz")), lambda *_: "owner")
+    found[0].register_step_post_hook(lambda *_: at("written"))
+    return found
+
+
+def snapshot(optimizer: Any) -> list[Any]:
+    """Everything that a step may change, as text and numbers."""
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if isinstance(value, Tensor):
+            return value.tolist()
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+    groups = optimizer.param_groups
+    weights = [plain(parameter.detach()) for group in groups for parameter in group["params"]]
+    states = [plain(optimizer.state.get(parameter, {})) for group in groups for parameter in group["params"]]
+    return [weights, states, [{key: plain(value) for key, value in group.items() if key != "params"} for group in groups]]
 
 
 # --- what is asked of it ---
@@ -172,6 +241,8 @@ def faults_of(cell: Cell, job: Job, whole: list[dict[int, float]]) -> Iterator[s
             elif losses(job)[one.rank] != whole[one.rank]:
                 yield f"losses: rank {one.rank} trained something else"
             continue
+        if one.first("changed") is not None:
+            yield f"changed: rank {one.rank} is half way through a step that failed"
         if not others:
             if one.code is None:
                 yield "hangs: the victim itself does not end"
@@ -236,9 +307,9 @@ def attempt(cell: Cell, folder: Path, reference: Reference, resume: bool) -> Res
 # --- the matrix ---
 
 
-def cells() -> list[Cell]:
-    """All of them, in an order in which each stretch of 56 has every ending at every place once, with mixed sizes and victims."""
-    pairs = list(itertools.product(WHATS, WHERES))
+def cells(wheres: list[str]) -> list[Cell]:
+    """All of them, in an order in which each stretch has every ending at every place once, with mixed sizes and victims."""
+    pairs = list(itertools.product(WHATS, wheres))
     rows = list(itertools.product((0, 1), (2, 3, 4)))
     return [
         Cell(what, where, *rows[(stretch + index) % len(rows)])
@@ -250,7 +321,7 @@ def cells() -> list[Cell]:
 def chosen(options: argparse.Namespace) -> list[Cell]:
     found = [
         cell
-        for cell in cells()
+        for cell in cells(WHERES if options.optimizer == "adamw" else IN_STEP)
         if cell.what in options.what
         and cell.where in options.where
         and cell.victim in options.victim
@@ -269,10 +340,11 @@ def table(results: list[Result]) -> str:
     by_pair: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         by_pair.setdefault((result.cell.what, result.cell.where), []).append(result)
-    lines = ["".join([f"{'':10}", *(f"{where:>16}" for where in WHERES)])]
+    wheres = list(dict.fromkeys(where for _, where in by_pair))
+    lines = ["".join([f"{'':10}", *(f"{where:>16}" for where in wheres)])]
     for what in WHATS:
         line = f"{what:10}"
-        for where in WHERES:
+        for where in wheres:
             found = by_pair.get((what, where), [])
             well = sum(not result.faults for result in found)
             worst = max((result.worst for result in found), default=0.0)
@@ -287,16 +359,17 @@ def main() -> int:
     parser.add_argument("--part", choices=["all", "small"], default="all", help="small: 16 jobs, others every day")
     parser.add_argument("--day", type=int, help="which small part; today's unless told")
     parser.add_argument("--what", nargs="+", choices=WHATS, default=WHATS)
-    parser.add_argument("--where", nargs="+", choices=WHERES, default=WHERES)
+    parser.add_argument("--where", nargs="+", choices=WHERES + IN_STEP, default=WHERES + IN_STEP)
     parser.add_argument("--victim", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--size", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--states", choices=["ZERO1", "ZERO2", "ZERO3", "HFSDP"], default="ZERO3", help="the level of ZeRO")
+    parser.add_argument("--optimizer", choices=["adamw", "muon", "shampoo"], default="adamw")
     parser.add_argument("--seconds", type=float, default=870.0, help="no job begins later than this")
     parser.add_argument("--at-once", type=int, default=max(4, 3 * (os.cpu_count() or 1)), help="jobs side by side")
     parser.add_argument("--no-resume", action="store_true", help="start no job anew")
     parser.add_argument("--verbose", action="store_true", help="print what every rank of a job that failed said")
     options = parser.parse_args()
-    os.environ[STATES] = options.states
+    os.environ[STATES], os.environ[OPTIMIZER] = options.states, options.optimizer
     begin = time.monotonic()
     wanted = chosen(options)
     results: list[Result] = []

@@ -45,7 +45,9 @@ def test_the_global_seed_of_an_example_is_alike_on_all_ranks(path: Path) -> None
     assert not [text for text in said if re.search(r"rank|process_index", text)], said
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2), ("muon", 2)]
+)
 def test_the_loss_goes_down(name: str, ranks: int) -> None:
     out = "".join(printed(name, ranks))
     losses = re.findall(LOSS, out)
@@ -54,6 +56,7 @@ def test_the_loss_goes_down(name: str, ranks: int) -> None:
         "bottom_up": r"99,968 of 199,936 elements on this rank; \d+ messages",
         "tensor_parallel": r"a weight has \(.*Shard\(dim=0\)\) and \(32, 32\) here",
         "mixed_precision": "computed in torch.bfloat16, stored in torch.float32",
+        "muon": r"matrices: 12 parameters\n(.*\n)*rest: 27 parameters\n(.*\n)*12 matrices on 2 ranks, 5 to 7 each",
         "experts": r"rank 1: .*; its tokens went to the experts \[[0-3, ]+\]",
     }
     assert re.search(told[name], out), out

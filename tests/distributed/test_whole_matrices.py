@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World, ranks
 from models import batch, full, share_grads, square
+from optimizers import Shampoo
 from test_meshes import Tower, parallel
 from test_muon import PLACES, Net, matrices, shard
 from torch import Tensor, nn
@@ -25,43 +26,6 @@ from fullshard import MatrixOwners, Pieces, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.optim import matrix_owners
-
-
-class Shampoo(torch.optim.Optimizer):
-    """Factors of both sides, a step count in the group, and Adam for what has fewer than two dims: a state of every kind."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "steps": 0})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.count += 1
-        for group in self.param_groups:
-            group["steps"] += 1
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state, grad = self.state[parameter], parameter.grad
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["factors"] = [torch.eye(size, dtype=grad.dtype) * 1e-3 for size in grad.shape if grad.ndim > 1]
-                    state["mean"] = torch.zeros_like(grad)
-                state["step"] += 1
-                state["mean"].lerp_(grad, 0.1)
-                update = state["mean"].clone()
-                for dim, factor in enumerate(state["factors"]):
-                    unfolded = grad.movedim(dim, 0).flatten(1)
-                    factor += unfolded @ unfolded.t()
-                    values, vectors = torch.linalg.eigh(factor)
-                    root = vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.t()
-                    update = torch.tensordot(root, update, ([1], [dim])).movedim(0, dim)
-                parameter.add_(update, alpha=-group["lr"])
-        return loss
 
 
 def assert_equal(sharded: nn.Module, model: nn.Module, of: Any = nn.Module.named_parameters) -> None:
@@ -353,6 +317,40 @@ def test_an_optimizer_of_whole_matrices_on_any_number_of_ranks(world: World) -> 
     assert_equal(sharded, model)
 
 
+class Twice(Shampoo):
+    """Evaluates its closure twice, as LBFGS and SAM do."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+@ranks(2)
+def test_a_closure_that_is_called_twice_is_told(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    optimizer = whole_view(Twice(sharded.parameters()))
+
+    def closure() -> Tensor:
+        loss = square(sharded(world.mine(batch(0, 5))))
+        loss.backward()
+        return loss
+
+    before = [parameter.to_local().clone() for parameter in sharded.parameters()]
+    with pytest.raises(StateError, match="Twice calls its closure several times in a step"):
+        optimizer.step(closure)
+    assert fullshard.any_failed(failed=True)
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in sharded.parameters()]))
+
+
+@ranks(2)
+def test_adafactor_of_torch_is_an_optimizer_of_whole_matrices(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(torch.optim.Adafactor(sharded.parameters())), torch.optim.Adafactor(model.parameters())]
+    steps(sharded, model, pair, world.mine)
+    assert_equal(sharded, model)
+
+
 @ranks(4)
 def test_an_optimizer_of_whole_matrices_under_tensor_parallelism(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -536,6 +534,7 @@ def test_an_optimizer_that_combines_parameters_is_refused(world: World) -> None:
     assert not any(optimizer.state.values()) and optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.proves("44i")
 @ranks(2)
 def test_a_state_on_another_rank_than_the_owner_is_told(world: World) -> None:
     sharded = shard(Net(), world.mesh)
@@ -559,12 +558,12 @@ def test_what_whole_view_does_not_take(world: World) -> None:
         whole_view(torch.optim.AdamW(sharded.parameters()))
     with pytest.raises(ValueError, match="takes no cost"):
         whole_view(torch.optim.Muon(matrices(sharded)), cost=lambda matrix: 1.0)
+    with pytest.raises(ValueError, match="LBFGS keeps its parameters in its attribute '_params'"):
+        whole_view(torch.optim.LBFGS(sharded.parameters()))
     scheduled = Shampoo(sharded.parameters())
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     with pytest.raises(ValueError, match="which was replaced, for example by a scheduler"):
         whole_view(scheduled)
-    twice = Shampoo(sharded.parameters())
-    twice.step = lambda closure: (closure(), closure())  # type: ignore[method-assign]
     optimizer = whole_view(Shampoo(sharded.parameters()))
     trained(world, sharded, optimizer, (0,))
     fullshard.undo(sharded)

@@ -46,22 +46,53 @@ class Matrix:
         return small * small * (2 * large + small)
 
     def rows(self, ranks: int, rank: int) -> range:
-        """Return the rows of the matrix, along `dim`, that one rank has."""
+        """Return the rows of the matrix, along `dim`, that one rank has.
+
+        Args:
+            ranks: number of ranks over which the parameter is sharded.
+            rank: the rank among them, from 0.
+
+        Returns:
+            The rows, counted from the start of the matrix.
+        """
         own = self.shape[self.dim]
         extent = Extent.of_rank(own if self.length is None else self.length, ranks=ranks, rank=rank)
         first = min(max(extent.start - self.start, 0), own)
         return range(first, min(max(extent.stop - self.start, first), own))
 
     def shard_shape(self, ranks: int, rank: int) -> tuple[int, ...]:
-        """Return the shape of the shard of one rank."""
+        """Return the shape of the shard of one rank.
+
+        Args:
+            ranks: number of ranks over which the parameter is sharded.
+            rank: the rank among them, from 0.
+
+        Returns:
+            The shape.
+        """
         return (*self.shape[: self.dim], len(self.rows(ranks, rank)), *self.shape[self.dim + 1 :])
 
     def shard_numel(self, ranks: int, rank: int) -> int:
-        """Return the elements of the shard of one rank."""
+        """Return the number of elements of the shard of one rank.
+
+        Args:
+            ranks: number of ranks over which the parameter is sharded.
+            rank: the rank among them, from 0.
+
+        Returns:
+            The number.
+        """
         return prod(self.shard_shape(ranks, rank))
 
     def holder(self, ranks: int) -> int | None:
-        """Return the rank that has all rows; None if several ranks have some."""
+        """Return the rank that has the whole matrix.
+
+        Args:
+            ranks: number of ranks over which the parameter is sharded.
+
+        Returns:
+            The rank; None if several ranks have rows of it.
+        """
         length, own = self.shape[self.dim] if self.length is None else self.length, self.shape[self.dim]
         chunk = Extent.of_rank(length, ranks=ranks, rank=0).chunk
         first = self.start // chunk if chunk else 0

@@ -64,7 +64,8 @@ def whole_view(
 
     Raises:
         ValueError: if it is not an optimizer, is element-wise (which needs no whole parameters), has states or a `local_view`
-            already, if its `step` was replaced, or if a parameter cannot be split like this.
+            already, keeps its parameters in attributes, has a `step` that was replaced, or if a parameter cannot be split like
+            this.
 
     Example:
         >>> optimizer = fullshard.whole_view(SOAP(model.parameters(), lr=3e-3))               # doctest: +SKIP
@@ -85,6 +86,13 @@ def whole_view(
             f"whole_view cannot wrap the step of this {name}, which was replaced, for example by a scheduler. Call whole_view "
             "directly after the optimizer is built."
         )
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for key, value in vars(optimizer).items():
+        if isinstance(value, (list, tuple)) and any(id(one) in members for one in value):
+            raise ValueError(
+                f"{name} keeps its parameters in its attribute '{key}' as well, where whole_view cannot replace them. Use a "
+                "version that reads them from param_groups, unless it combines parameters, as LBFGS does."
+            )
     if any(optimizer.state.values()):
         raise ValueError(f"This {name} has states already. Call whole_view before the first step, and load states after it.")
     view = _WholeView(optimizer, how, cost, restorable)
