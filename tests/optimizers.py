@@ -29,7 +29,9 @@ class Shampoo(torch.optim.Optimizer):
                 state, grad = self.state[parameter], parameter.grad
                 if not state:
                     state["step"] = torch.tensor(0.0)
-                    state["factors"] = [torch.eye(size, dtype=grad.dtype) * 1e-3 for size in grad.shape if grad.ndim > 1]
+                    state["factors"] = [
+                        torch.eye(size, dtype=grad.dtype, device=grad.device) * 1e-3 for size in grad.shape if grad.ndim > 1
+                    ]
                     state["mean"] = torch.zeros_like(grad)
                 state["step"] += 1
                 state["mean"].lerp_(grad, 0.1)
@@ -42,3 +44,21 @@ class Shampoo(torch.optim.Optimizer):
                     update = torch.tensordot(root, update, ([1], [dim])).movedim(0, dim)
                 parameter.add_(update, alpha=-group["lr"])
         return loss
+
+
+class Normalized(torch.optim.Optimizer):
+    """Steps by the momentum divided by its norm, which each element depends on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["momentum"] = torch.zeros_like(parameter)
+                    momentum = state["momentum"].mul_(0.9).add_(parameter.grad)
+                    parameter.add_(momentum / (momentum.norm() + 1e-6), alpha=-group["lr"])

@@ -113,6 +113,7 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
     ("core/unit.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
     ("optim/owner_exchange.py _send (run)", EVENT): "Muon",
     ("optim/owner_exchange.py _wait (wait)", EVENT): "Muon",
+    ("optim/owner_exchange.py _share (run)", EVENT): "whole parameters on a hybrid mesh",
     ("_torch/devices.py on_stream", EVENT): "hook on a stream",
     ("_torch/devices.py wait_for_event", EVENT): "optimizer on a stream",
     ("_torch/devices.py then_order", EVENT): "backward on a stream",
@@ -126,12 +127,13 @@ IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those th
     ("core/agreement.py _send (wait)", EVENT),
     ("core/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }
-HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last one the detector finds
+HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last two the detector finds
     ("core/heartbeat.py read (wait)", EVENT),
     ("core/heartbeat.py read_now (wait)", EVENT),
     ("core/param_group.py synchronize_host (wait)", EVENT),
     ("core/reducer.py poll (wait)", EVENT),
     ("core/reducer.py start_heartbeats (wait)", EVENT),
+    ("optim/owner_exchange.py _share (wait)", EVENT),  # the ranks agree behind it, over the same process group
 }
 
 

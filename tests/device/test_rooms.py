@@ -47,6 +47,7 @@ ROOMS = (
     "sync",
     "traffic",
     "where_fsdp2_is_wrong",
+    "whole_matrices",
     "wrapping",
 )
 """Files of tests that run there. Others look at gloo, at processes that they begin, or at ranks that part, which end as gloo ends."""
@@ -70,6 +71,9 @@ NOT_THERE = {  # tests, or cases of them
     "muon_a_checkpoint_of_four_ranks_loads_on_three": "has a mesh of the CPU in mind",
     "muon_a_failure_on_one_rank_raises_on_all_and_changes_nothing": "ranks that part end as gloo ends",
     "muon_ranks_with_other_matrices_are_told": "ranks that part end as gloo ends",
+    "whole_matrices_the_peak_of_a_call_is_that_of_the_plan": "watches the memory of the CPU",
+    "whole_matrices_states_of_owners_load_on_other_ranks": "has a mesh of the CPU in mind",
+    "whole_matrices_a_step_that_fails_on_one_rank_leaves_all_as_before": "ranks that part end as gloo ends",
 }
 
 

@@ -105,7 +105,8 @@ class Group(dist.ProcessGroup):
             elif kind == "sum":
                 out.mul_(self.size())
             elif kind == "all_to_all":  # whatever the others send: their parts differ in size
-                out.copy_(part.flatten()[: out.numel()].repeat(-(-out.numel() // max(1, part.numel())))[: out.numel()])
+                other = part.flatten() if part.numel() else out.new_zeros(1)
+                out.copy_(other[: out.numel()].repeat(-(-out.numel() // other.numel()))[: out.numel()])
 
     def all_gather_single(self, out: Tensor, part: Tensor, opts: Any = None) -> Work | None:
         return self._send("all_gather", [out], [part], opts, [part])

@@ -18,6 +18,7 @@ from detector import Detector, NodeStreams, Planted
 from hypothesis import strategies as st
 from models import Stack, batch, square
 from network import host_memory, mesh_of, watching
+from optimizers import Normalized
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -54,8 +55,8 @@ class Program:
     look: a unit's parameters are gathered by hand, before such a write.
     by_hand: prefetch by hand, and unshard(async_op=True) of the first block.           towers: blocks on two streams.
     hook: set_all_reduce_hook, on a stream of its own if "stream".
-    optimizer: at the end, "two" after each other there, "muon" of matrices before another one of the rest, in hooks, or on a
-    stream of its own with an event.
+    optimizer: at the end, "two" after each other there, "muon" of matrices before another one of the rest, of "whole" parameters,
+    in hooks, or on a stream of its own with an event.
     memory: messages in memory of the group.
     offload: none, pageable, pinned.
     small: staging is so small that gradients go in slices, and parameters of few rows are summed.
@@ -149,6 +150,8 @@ NAMED = {
     "ZeRO-2, behind the step": Program(states="ZERO2", behind=True, steps=3, dtypes="low"),
     "ZeRO-2, behind two steps": Program(states="ZERO2", behind=True, steps=3, optimizer="two", direct=0),
     "Muon": Program(optimizer="muon", wide=True, steps=3, dtypes="low"),
+    "whole parameters": Program(optimizer="whole", wide=True, steps=3, dtypes="low"),
+    "whole parameters on a hybrid mesh": Program(optimizer="whole", replicas=2, microbatches=2, evaluate=True),
     "Muon, all ranks of a hybrid mesh": Program(optimizer="muon", states="HFSDP", replicas=2, microbatches=2, evaluate=True),
     "ZeRO-2, behind a step on a stream": Program(
         states="ZERO2", behind=True, steps=3, optimizer="stream", evaluate=True, write=True
@@ -172,7 +175,9 @@ def legal(program: Program) -> Program:
     change: dict[str, Any] = {}
     if program.reshard == 2 and program.replicas > 1:  # shards of two ranks have no smaller group
         change["reshard"] = None
-    if program.optimizer == "muon" and (program.extension or program.offload != "none" or program.finalize == "later"):
+    if program.optimizer in ("muon", "whole") and (
+        program.extension or program.offload != "none" or program.finalize == "later"
+    ):
         change["optimizer"] = "end"
     if program.extension:  # its copy from the host is torch's own `.to(device)`, which does nothing here
         change |= {"offload": "none", "look": False}
@@ -206,7 +211,7 @@ PROGRAMS = st.builds(
     by_hand=often(False, True),
     towers=often(False, True),
     hook=often("none", "lane", "stream"),
-    optimizer=st.sampled_from(("end", "end", "two", "muon", "hooks", "stream")),
+    optimizer=st.sampled_from(("end", "end", "two", "muon", "whole", "hooks", "stream")),
     memory=often(False, True),
     extension=often(False, True),
     every=st.sampled_from((1, 1, 2)),
@@ -334,6 +339,8 @@ class Training:
             two = self.program.optimizer == "two"
             self.optimizer: Any = made(every[::2] if two else every)
             self.second = made(every[1::2]) if two else None
+            if self.program.optimizer == "whole":
+                self.optimizer, self.second = fullshard.whole_view(Normalized(every, lr=0.01)), None
             if self.program.optimizer == "muon":
                 self.optimizer = torch.optim.Muon([parameter for parameter in every if parameter.ndim == 2], lr=0.01)
                 self.second = made([parameter for parameter in every if parameter.ndim != 2])

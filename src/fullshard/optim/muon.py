@@ -182,7 +182,7 @@ def write(
         weight.mul_(1 - lr * options["weight_decay"])  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
         adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape))
         rows, columns = shape
-        if rows > columns and weight.device.type == "cpu":
+        if rows > columns:
             update = _column_major(update)
         weight.add_(update.to(weight.device), alpha=-adjusted)
 
