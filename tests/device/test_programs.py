@@ -160,7 +160,13 @@ def goes_wrong(world: World, names: list[str], left_out: Any = None) -> str:
     """The first of these programs that differs from the CPU, on any rank, and which streams were late."""
     for name in names:
         right = expected(world, NAMED[name])
-        for how, microseconds in (("others", 500), ("random 1", 500), ("compute", 2_000), ("others", 5_000)):
+        for how, microseconds in (
+            ("others", 500),
+            ("random 1", 500),
+            ("compute", 2_000),
+            ("others", 5_000),
+            ("others", 50_000),
+        ):
             world.device.on_order(left_out)
             try:
                 with late(world, how, microseconds):

@@ -237,6 +237,48 @@ def test_closures_schedulers_and_scalers_are_torchs(world: World) -> None:
     assert pair[0].param_groups[0]["lr"] == pair[1].param_groups[0]["lr"] == 0.02 / 8
 
 
+@ranks(2, 3)
+def test_clipped_gradients_and_gradients_that_are_not_finite(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [torch.optim.Muon(matrices(one), lr=0.02) for one in (sharded, model)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for number in range(4):
+        scaler.scale(square(sharded(world.mine(batch(number))))).backward()
+        if number == 1 and world.rank == 1:  # on one rank only, and all of them skip the step
+            sharded.layers[1].weight.grad.to_local()[0, 0] = float("inf")
+        scaler.unscale_(pair[0])
+        if number != 1:
+            torch.nn.utils.clip_grad_norm_(sharded.parameters(), 0.05)
+            share_grads(sharded, model)
+            pair[1].step()
+        before = [parameter.to_local().clone() for parameter in matrices(sharded)]
+        scaler.step(pair[0])
+        scaler.update()
+        if number == 1:
+            assert all(map(torch.equal, before, [parameter.to_local() for parameter in matrices(sharded)]))
+        for optimizer in pair:
+            optimizer.zero_grad()
+        for got, want in zip(matrices(sharded), matrices(model)):
+            assert torch.equal(full(got), want)
+    assert scaler.get_scale() == 2.0
+
+
+@ranks(2)
+def test_nan_in_a_gradient_is_in_its_matrix_only_as_in_torch(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [torch.optim.Muon(matrices(one), lr=0.02) for one in (sharded, model)]
+    square(sharded(world.mine(batch(0)))).backward()
+    if world.rank == 1:
+        sharded.layers[1].weight.grad.to_local()[0, 0] = float("nan")
+    share_grads(sharded, model)
+    for optimizer in pair:
+        optimizer.step()
+    for index, (got, want) in enumerate(zip(matrices(sharded), matrices(model))):
+        assert torch.equal(full(got).isnan(), want.isnan()) and want.isnan().any() == (index == 1)
+
+
 @ranks(4)
 def test_a_checkpoint_of_four_ranks_loads_on_three(world: World) -> None:
     folder = world.folder("muon")
@@ -303,6 +345,21 @@ def test_a_failure_on_one_rank_raises_on_all_and_changes_nothing(world: World, f
         optimizer.step()
         optimizer.zero_grad()
         assert not any(map(torch.equal, before, [p.to_local() for p in matrices(sharded)])) or world.size > 2
+
+
+@pytest.mark.proves("44j")
+@ranks(2, 3)
+def test_a_rank_that_skips_the_step_is_told(world: World) -> None:
+    sharded = shard(Net(), world.mesh, check_policy=fullshard.CheckPolicy(patience=0.2))
+    optimizer = torch.optim.Muon(matrices(sharded))
+    square(sharded(world.mine(batch(0)))).backward()
+    before = [parameter.to_local().clone() for parameter in matrices(sharded)]
+    with pytest.raises(StateError, match="Muon.step|matrices to their owners|Ranks diverged"):
+        if world.rank != 1:
+            optimizer.step()
+        sharded(world.mine(batch(1)))
+    assert fullshard.any_failed(failed=True)
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in matrices(sharded)]))
 
 
 @pytest.mark.proves("44f")

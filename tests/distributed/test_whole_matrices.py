@@ -108,6 +108,41 @@ def test_muon_with_a_split_computes_each_piece_alone(world: World) -> None:
         assert torch.equal(full(got), torch.cat([next(wholes).detach() for _ in listed], dim))
 
 
+@ranks(2)
+def test_a_split_is_found_after_undo_and_another_sharding(world: World) -> None:
+    sharded = shard(Net([(5, 24), (24, 6)]), world.mesh)
+    muon = whole_view(torch.optim.Muon(matrices(sharded), lr=0.02), split={sharded.layers[0].weight: 3})
+    owners = MatrixOwners(matrices(sharded), split={sharded.layers[0].weight: 3})
+    for again in (False, True):
+        if again:
+            fullshard.undo(sharded)
+            shard(sharded, world.mesh)
+        with mock.patch.object(private, "newton_schulz", wraps=private.newton_schulz) as called:
+            square(sharded(world.mine(batch(0, 5)))).backward()
+            muon.step()
+            muon.zero_grad()
+            owners.map(lambda matrix, name: private.newton_schulz(matrix, (1.0, 0.0, 0.0), 1, 1e-7), matrices(sharded))
+        every = torch.tensor(called.call_count)
+        dist.all_reduce(every)
+        assert every.item() == 2 * (3 + 1)
+
+
+@ranks(2, 3)
+def test_messages_in_bfloat16_change_no_bit_of_newton_schulz(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    torch.manual_seed(1)
+    updates = [torch.randn_like(parameter) for parameter in matrices(sharded)]
+
+    def function(matrix: Tensor, name: str) -> Tensor:
+        return private.newton_schulz(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+    narrow, wide = (
+        MatrixOwners(matrices(sharded), dtype=dtype).map(function, updates) for dtype in (torch.bfloat16, torch.float32)
+    )
+    for one, other in zip(narrow, wide):
+        assert torch.equal(full(one).float(), full(other))
+
+
 @ranks(4)
 def test_experts_on_meshes_of_their_own(world: World) -> None:
     """Ranks 0 and 1 have one expert, ranks 2 and 3 another; the rest is sharded over all."""
@@ -237,8 +272,12 @@ def test_mistakes_are_told_before_anything_is_sent(world: World) -> None:
         MatrixOwners(found, split={found[0]: Pieces(2, dim=2)})
     with pytest.raises(ValueError, match="at least 1"):
         Pieces((0, 3))
-    with pytest.raises(ValueError, match="sharded parameters as keys"):
+    with pytest.raises(ValueError, match="as keys of split, got a Parameter that is not sharded"):
         MatrixOwners(found, split={nn.Parameter(torch.ones(2, 2)): 2})
+    with pytest.raises(ValueError, match="as keys of split, got of other parameters"):
+        MatrixOwners(found[1:], split={found[0]: 2})
+    with pytest.raises(ValueError, match="as keys of split, got of other parameters"):
+        whole_view(torch.optim.Muon(found[1:]), split={found[0]: 2})
     owners = MatrixOwners(found)
     with pytest.raises(ValueError, match="a tensor for each of 6 parameters, got 1"):
         owners.map(orthogonalized, found[:1])

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters, replacement_of, to_local
+from fullshard.core import ShardedParameter, logical_parameters, to_local
 from fullshard.optim.owner_exchange import Across, Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, OwnerPlan, as_matrix, plan_owners
-from fullshard.optim.pieces import Piece, Split, pieces_of, resolved_split
+from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
 
 
 def by_mesh(pieces: Sequence[Piece]) -> list[list[int]]:
@@ -120,7 +120,8 @@ class MatrixOwners:
         cost: Cost | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self._parameters, self._dtype, self._cost = list(parameters), dtype, cost
+        self._parameters: list[Tensor] = list(parameters)
+        self._dtype, self._cost = dtype, cost
         for parameter in self._parameters:
             if parameter.ndim < 2:
                 raise ValueError(
@@ -128,20 +129,20 @@ class MatrixOwners:
                     "to an element-wise optimizer."
                 )
         self._exchanges = Exchanges("MatrixOwners.map()", dtype, cost)
-        self._split = resolved_split(split)
+        self._splits = Splits(split, self._parameters)
         self._logical: list[ShardedParameter | None] = []  # of each parameter when the pieces were listed
         self._pieces: list[tuple[int, Piece]] = []  # with the index of its parameter
         self._list_pieces()
 
     def _list_pieces(self) -> None:
         """List the pieces anew if parameters were sharded, unsharded or grouped anew since the last call."""
-        self._parameters = [replacement_of(parameter) or parameter for parameter in self._parameters]
+        self._parameters = [*map(current, self._parameters)]
         logical = [next(iter(logical_parameters([parameter])), None) for parameter in self._parameters]
         if len(logical) != len(self._logical) or any(map(is_not, logical, self._logical)):
             self._logical, self._pieces = logical, []
-            for index, (parameter, one) in enumerate(zip(self._parameters, logical)):
+            for index, one in enumerate(logical):
                 if one is not None:
-                    self._pieces += [(index, piece) for piece in pieces_of(one, self._split.get(id(parameter)))]
+                    self._pieces += [(index, piece) for piece in pieces_of(one, self._splits.of(one))]
 
     @property
     def plans(self) -> list[OwnerPlan]:
@@ -201,7 +202,7 @@ class MatrixOwners:
         return results
 
 
-def _local_like(parameter: nn.Parameter, logical: ShardedParameter | None, tensor: Tensor) -> Tensor:
+def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Tensor) -> Tensor:
     """Return the local tensor of `tensor`, which must be distributed like the parameter."""
     if logical is None:
         if tensor.shape != parameter.shape or isinstance(tensor, DTensor):

@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, owner_of
 from fullshard.errors import warn_once
 from fullshard.optim.matrix_owners import Exchanges
-from fullshard.optim.pieces import Piece, Pieces, pieces_of
+from fullshard.optim.pieces import Piece, Splits, pieces_of
 
 WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
 
@@ -57,12 +57,12 @@ class MuonStep:
     Source: Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); `torch.optim.Muon` (torch 2.13).
     """
 
-    __slots__ = ("_exchanges", "_members", "_optimizer", "_pieces", "_split")
+    __slots__ = ("_exchanges", "_members", "_optimizer", "_pieces", "_splits")
 
-    def __init__(self, optimizer: optim.Optimizer, split: dict[int, Pieces]) -> None:
-        """`split`: the pieces of parameters that are several matrices, by id of the parameter."""
+    def __init__(self, optimizer: optim.Optimizer, splits: Splits) -> None:
+        """`splits`: the pieces of parameters that are several matrices."""
         self._optimizer = weakref.ref(optimizer)
-        self._split = split
+        self._splits = splits
         self._members: list[_Member] = []  # of the running step
         self._exchanges = Exchanges(f"{type(optimizer).__name__}.step()", WIRE)
         # Of each parameter; None for one that `step` computes itself.
@@ -131,7 +131,7 @@ class MuonStep:
         return [_Member(one, one.part(local), one.part(grad), one.part(momentum), options, is_new) for one in pieces]
 
     def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:
-        how = self._split.get(id(parameter.sharded))
+        how = self._splits.of(parameter)
         if how is not None:
             return pieces_of(parameter, how)
         try:

@@ -33,7 +33,7 @@ from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon
 from fullshard.optim.step_entries import StepEntries
-from fullshard.optim.whole_view import has_whole_view, split_of
+from fullshard.optim.whole_view import has_whole_view, splits_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -119,7 +119,7 @@ class _OptimizerCache:
         if self._sharded and is_element_wise(optimizer):
             self.local = LocalStep(optimizer)
         elif self._sharded and is_muon(optimizer):
-            self.local = MuonStep(optimizer, split_of(optimizer))
+            self.local = MuonStep(optimizer, splits_of(optimizer))
         self.had_grad: set[int] = set()
         foreign = self.local is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None

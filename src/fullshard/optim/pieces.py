@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import ShardAxis, ShardedParameter, Unit, logical_parameters, owner_of, resolve_mesh
+from fullshard.core import ShardAxis, ShardedParameter, Unit, logical_parameters, owner_of, replacement_of, resolve_mesh
 from fullshard.optim.owners import Matrix
 
 
@@ -187,30 +187,44 @@ def _tensor_parallel(parameter: ShardedParameter, name: str) -> tuple[int | None
     return dim, resolve_mesh(sharding.mesh[names[index]])
 
 
-def resolved_split(split: Split | None) -> dict[int, Pieces]:
-    """Return how parameters are split, by id of the parameter.
+class Splits:
+    """How parameters are split, by the parameters that the caller gave: also after undo() and another fully_shard()."""
 
-    Args:
-        split: as the caller gave it, by sharded parameter.
+    __slots__ = ("_pieces",)
 
-    Returns:
-        The pieces of each parameter.
+    def __init__(self, split: Split | None, parameters: Iterable[Tensor]) -> None:
+        """Check a split.
 
-    Raises:
-        ValueError: if a key is no sharded parameter, or a parameter cannot be split like this.
-    """
-    found: dict[int, Pieces] = {}
-    for tensor, how in (split or {}).items():
-        logical = next(iter(logical_parameters([tensor])), None)
-        if logical is None:
-            raise ValueError(
-                f"Expected sharded parameters as keys of split, got a {type(tensor).__name__}. Call fully_shard() first, and "
-                "take the parameters from the model then."
-            )
-        pieces = how if isinstance(how, Pieces) else Pieces(how if isinstance(how, int) else tuple(how))
-        pieces_of(logical, pieces)
-        found[id(tensor)] = pieces
-    return found
+        Args:
+            split: as the caller gave it, by sharded parameter.
+            parameters: the parameters of the call, which the keys must be among.
+
+        Raises:
+            ValueError: if a key is not among them or not sharded, or if a parameter cannot be split like this.
+        """
+        self._pieces: list[tuple[Tensor, Pieces]] = []
+        known = set(map(id, parameters))
+        for tensor, how in (split or {}).items():
+            logical = next(iter(logical_parameters([tensor])), None)
+            if logical is None or id(tensor) not in known:
+                what = "of other parameters" if logical is not None else f"a {type(tensor).__name__} that is not sharded"
+                raise ValueError(
+                    f"Expected sharded parameters of the call as keys of split, got {what} (shape {tuple(tensor.shape)}). Call "
+                    "fully_shard() first, and take the parameters from the model then."
+                )
+            pieces = how if isinstance(how, Pieces) else Pieces(how if isinstance(how, int) else tuple(how))
+            pieces_of(logical, pieces)
+            self._pieces.append((tensor, pieces))
+
+    def of(self, parameter: ShardedParameter) -> Pieces | None:
+        """Return how a parameter is split; None for one matrix."""
+        return next((pieces for tensor, pieces in self._pieces if current(tensor) is parameter.sharded), None)
 
 
-__all__ = ["Piece", "Pieces", "Split", "pieces_of", "resolved_split"]
+def current(tensor: Tensor) -> Tensor:
+    """Return the parameter that took the place of `tensor`, or `tensor` itself."""
+    found = replacement_of(tensor)
+    return tensor if found is None else found
+
+
+__all__ = ["Piece", "Pieces", "Split", "Splits", "current", "pieces_of"]

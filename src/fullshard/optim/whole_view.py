@@ -24,12 +24,12 @@ from fullshard.optim.matrix_owners import by_mesh, exchange_of, plan_of
 from fullshard.optim.muon import is_muon
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, OwnerPlan
-from fullshard.optim.pieces import Piece, Pieces, Split, pieces_of, resolved_split
+from fullshard.optim.pieces import Piece, Split, Splits, pieces_of
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _VIEW = "_fullshard_whole_view"  # attribute of an optimizer: its _WholeView
-_SPLIT = "_fullshard_split"  # attribute of a Muon: how its matrices are split, by id of the parameter
+_SPLITS = "_fullshard_splits"  # attribute of a Muon: how its matrices are split
 
 
 def whole_view(
@@ -48,7 +48,8 @@ def whole_view(
     under names that do not depend on the owner, and loads them with another number of ranks, into an optimizer that has
     stepped once.
 
-    `torch.optim.Muon` needs no call; with `split`, it computes with the pieces.
+    `torch.optim.Muon` needs no call; with `split`, it computes with the pieces. A copy of an optimizer, by copy.deepcopy or
+    pickle, needs a call of its own: Optimizer copies options and states only.
 
     Args:
         optimizer: a `torch.optim.Optimizer` whose class defines `step`. Call this after fully_shard(), and before other code
@@ -73,11 +74,12 @@ def whole_view(
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"whole_view takes a torch.optim.Optimizer, got {name}. Build the optimizer and pass it.")
-    how = resolved_split(split)
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    splits = Splits(split, members)
     if is_muon(optimizer):
         if cost is not None:
             raise ValueError(f"whole_view knows what Newton-Schulz costs, so {name} takes no cost.")
-        optimizer.__dict__[_SPLIT] = how
+        optimizer.__dict__[_SPLITS] = splits
         return optimizer
     if is_element_wise(optimizer) or is_viewed(optimizer):
         raise ValueError(f"{name} is element-wise: it steps shards, faster, and needs no whole_view.")
@@ -86,16 +88,16 @@ def whole_view(
             f"whole_view cannot wrap the step of this {name}, which was replaced, for example by a scheduler. Call whole_view "
             "directly after the optimizer is built."
         )
-    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    known = set(map(id, members))
     for key, value in vars(optimizer).items():
-        if isinstance(value, (list, tuple)) and any(id(one) in members for one in value):
+        if isinstance(value, (list, tuple)) and any(id(one) in known for one in value):
             raise ValueError(
                 f"{name} keeps its parameters in its attribute '{key}' as well, where whole_view cannot replace them. Use a "
                 "version that reads them from param_groups, unless it combines parameters, as LBFGS does."
             )
     if any(optimizer.state.values()):
         raise ValueError(f"This {name} has states already. Call whole_view before the first step, and load states after it.")
-    view = _WholeView(optimizer, how, cost, restorable)
+    view = _WholeView(optimizer, splits, cost, restorable)
     optimizer.__dict__[_VIEW] = view
     optimizer.step = MethodType(_HOOKED_STEP, optimizer)  # type: ignore[method-assign]
     optimizer.register_load_state_dict_post_hook(lambda _: view.note_loaded())
@@ -107,9 +109,10 @@ def has_whole_view(optimizer: Optimizer) -> bool:
     return _VIEW in optimizer.__dict__
 
 
-def split_of(optimizer: Optimizer) -> dict[int, Pieces]:
-    """Return how the matrices of a Muon are split, by id of the parameter."""
-    return optimizer.__dict__.get(_SPLIT, {})
+def splits_of(optimizer: Optimizer) -> Splits:
+    """Return how the matrices of a Muon are split."""
+    found: Splits | None = optimizer.__dict__.get(_SPLITS)
+    return Splits(None, ()) if found is None else found
 
 
 class _Mesh:
@@ -162,9 +165,9 @@ class _WholeView:
     weights, states and options as they were.
     """
 
-    def __init__(self, optimizer: Optimizer, split: dict[int, Pieces], cost: Cost | None, restorable: bool) -> None:
+    def __init__(self, optimizer: Optimizer, splits: Splits, cost: Cost | None, restorable: bool) -> None:
         self._doing = f"{type(optimizer).__name__}.step()"
-        self._split, self._cost, self._restorable = split, cost, restorable
+        self._splits, self._cost, self._restorable = splits, cost, restorable
         self._members: list[list[Any]] = []  # the `params` of the optimizer's groups
         self._logical: list[ShardedParameter] = []
         self._meshes: list[_Mesh] = []
@@ -278,7 +281,7 @@ class _WholeView:
         found: dict[torch.dtype, list[Piece]] = {}
         for parameter in logical:
             if parameter.shape:
-                found.setdefault(parameter.local.dtype, []).extend(pieces_of(parameter, self._split.get(id(parameter.sharded))))
+                found.setdefault(parameter.local.dtype, []).extend(pieces_of(parameter, self._splits.of(parameter)))
         self._logical, self._plain = [one for one in logical if one.shape], {}
         self._meshes = [
             _Mesh([pieces[index] for index in indices], dtype, self._cost, self._doing)
@@ -419,4 +422,4 @@ def _once(loss: Any, name: str) -> Callable[[], Any]:
 # torch's wrapper runs the step hooks around `_step`, so hooks see sharded parameters. `hooked` stops torch from wrapping again.
 _HOOKED_STEP = Optimizer.profile_hook_step(_step)
 
-__all__ = ["has_whole_view", "split_of", "whole_view"]
+__all__ = ["has_whole_view", "splits_of", "whole_view"]
