@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World, ranks
 from models import assert_same_parameters, batch, full, share_grads, square
-from test_meshes import Tower, parallel
+from test_meshes import Mlp, Tower, parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fullshard
 from fullshard import HFSDP, ZERO2, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
-from fullshard.optim import matrix_owners
+from fullshard.optim import matrix_owners, muon
 
 SIZES = [(5, 24), (24, 40), (40, 7), (7, 33), (33, 33), (33, 3)]  # in, out: wide and tall, uneven, fewer rows than ranks
 # In bfloat16 the CPU rounds the last elements of a tensor, behind whole vectors, otherwise than the others: so these are whole.
@@ -160,20 +160,23 @@ def test_matrices_on_two_meshes_are_planned_once_per_mesh(world: World) -> None:
 
 
 @ranks(4)
-def test_tensor_parallel_matrices_are_left_to_dtensor(world: World) -> None:
+def test_what_tensor_parallelism_shards_unevenly_is_left_to_dtensor(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Tower()
+    model.blocks = nn.ModuleList(Mlp(8, 17) for _ in range(2))
     sharded = parallel(copy.deepcopy(model), mesh["tp"])
     for block in sharded.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(sharded, mesh=mesh["dp"])
     pair = [torch.optim.Muon(matrices(one), lr=0.02) for one in (sharded, model)]
-    for number in range(2):
-        square(sharded(batch(number).chunk(2)[mesh.get_local_rank("dp")])).backward()
-        share_grads(sharded, model)
-        for optimizer in pair:
-            optimizer.step()
-            optimizer.zero_grad()
+    with mock.patch.object(muon, "warn_once") as warned:
+        for number in range(2):
+            square(sharded(batch(number).chunk(2)[mesh.get_local_rank("dp")])).backward()
+            share_grads(sharded, model)
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert warned.call_count == 4 and "shards it unevenly: 17 rows over 2 ranks" in str(warned.call_args)
     assert_same_parameters(sharded, model, 5e-2)  # bfloat16 products, added in another order
     for got, want in zip((sharded.inp.weight, sharded.head.weight), (model.inp.weight, model.head.weight)):
         assert torch.equal(full(got), want), "those of one mesh are exchanged all the same"

@@ -26,6 +26,7 @@ from fullshard import MatrixOwners, Pieces, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.optim import matrix_owners
+from fullshard.optim import whole_view as whole_view_module
 
 
 def assert_equal(sharded: nn.Module, model: nn.Module, of: Any = nn.Module.named_parameters) -> None:
@@ -215,6 +216,29 @@ class Stacked(nn.Module):
 
 
 @pytest.mark.parametrize("experts", [2, 3, 8])
+@ranks(1, 2, 3)
+def test_matrices_of_equal_shape_are_computed_in_batches(world: World) -> None:
+    sharded = fully_shard(Stacked(8), mesh=world.mesh)
+    parameters = [sharded.experts, sharded.qkv]
+    owners = MatrixOwners(parameters, split={sharded.experts: 8}, dtype=torch.float32, batched=True)
+    sizes: list[int] = []
+
+    def doubled(batch: Tensor, names: list[str]) -> Tensor:
+        assert batch.ndim == 3 and len(names) == batch.shape[0]
+        sizes.append(len(names))
+        return batch * 2
+
+    for _ in range(2):
+        for got, parameter in zip(owners.map(doubled, parameters), parameters):
+            assert torch.equal(full(got), full(parameter.detach()) * 2)
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, sizes)
+    assert sum(sum(listed) for listed in every) == 2 * 9 and sum(map(len, every)) < 2 * 9
+    with pytest.raises(ValueError, match="Expected the function to return shape"):
+        owners.map(lambda batch, names: batch[:, :1], parameters)
+    assert fullshard.any_failed(failed=True)
+
+
 @ranks(1, 2, 4)
 def test_stacks_convolutions_and_fused_matrices(world: World, experts: int) -> None:
     model = Stacked(experts)
@@ -379,6 +403,39 @@ def test_a_closure_that_is_called_twice_is_told(world: World) -> None:
         optimizer.step(closure)
     assert fullshard.any_failed(failed=True)
     assert all(map(torch.equal, before, [parameter.to_local() for parameter in sharded.parameters()]))
+
+
+class Scaled(nn.Module):
+    """A scalar, which is replicated, a plain parameter that fullshard ignores, and matrices of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.layers = nn.ModuleList([nn.Linear(5, 9), nn.Linear(9, 6).to(torch.float64)])
+        self.shift = nn.Parameter(torch.full((5,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x + self.shift).double()) * self.scale
+
+
+@ranks(2, 3)
+def test_scalars_ignored_parameters_and_several_dtypes(world: World) -> None:
+    model = Scaled()
+    sharded = copy.deepcopy(model)
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=world.mesh)
+    fully_shard(sharded, mesh=world.mesh, ignored_params={sharded.shift})
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    with mock.patch.object(whole_view_module, "exchange_of", wraps=whole_view_module.exchange_of) as planned:
+        for number in range(3):
+            square(sharded(world.mine(batch(number, 5))).float()).backward()
+            dist.all_reduce(sharded.shift.grad)  # the caller's own part
+            share_grads(sharded, model)
+            for optimizer in pair:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert planned.call_count == 2, "a plan for each dtype, once"
+    assert_equal(sharded, model)
 
 
 @ranks(2)

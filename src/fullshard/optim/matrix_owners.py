@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, to_local
-from fullshard.optim.owner_exchange import Across, Fill, OwnerExchange, copy_into
+from fullshard.optim.owner_exchange import Across, Fill, OnOwner, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, OwnerPlan, as_matrix, plan_owners
 from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
 
@@ -34,29 +35,31 @@ def plan_of(pieces: Sequence[Piece], dtype: torch.dtype, cost: Cost | None) -> O
     return plan_owners(matrices, axis.ranks, replicas=axis.replica_count, cost=known, itemsize=dtype.itemsize)
 
 
-def exchange_of(pieces: Sequence[Piece], plan: OwnerPlan, dtype: torch.dtype, doing: str) -> OwnerExchange:
+def exchange_of(
+    pieces: Sequence[Piece], plan: OwnerPlan, dtype: torch.dtype, doing: str, *, batched: bool = False
+) -> OwnerExchange:
     """Return the exchange of pieces of one mesh. Collective: it compares the plan between the ranks."""
     first = pieces[0]
     across = None if first.across is None else Across(first.across, [piece.whole for piece in pieces])
-    return OwnerExchange(plan, first.unit, first.parameter.sharding.axis, dtype, doing, across=across)
+    return OwnerExchange(plan, first.unit, first.parameter.sharding.axis, dtype, doing, across=across, batched=batched)
 
 
 class Exchanges:
     """The exchanges of one caller, by mesh. An exchange is planned anew if its matrices are others than in the call before."""
 
-    __slots__ = ("_cost", "_doing", "_dtype", "_known")
+    __slots__ = ("_batched", "_cost", "_doing", "_dtype", "_known")
 
-    def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None) -> None:
-        self._doing, self._dtype, self._cost = doing, dtype, cost
+    def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
+        self._doing, self._dtype, self._cost, self._batched = doing, dtype, cost, batched
         self._known: dict[tuple[object, ...], tuple[list[Piece], OwnerExchange]] = {}
 
-    def run(self, pieces: Sequence[Piece], fill: Fill, function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    def run(self, pieces: Sequence[Piece], fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of the function's result for each piece. Collective.
 
         Args:
             pieces: the matrices.
             fill: writes this rank's shards of matrices, by index in `pieces`, into places in a message.
-            function: called on the owner with the index and the whole matrix; see `OwnerExchange.run`.
+            function: called on the owner with indices in `pieces` and whole matrices; see `OwnerExchange.run`.
         """
         results: list[Tensor] = [torch.empty(0)] * len(pieces)
         with ExitStack() as calls:
@@ -69,8 +72,8 @@ class Exchanges:
                 def send(numbers: Sequence[int], places: Sequence[Tensor], indices: list[int] = indices) -> None:
                     fill([indices[number] for number in numbers], places)
 
-                def on_owner(number: int, whole: Tensor, indices: list[int] = indices) -> Tensor:
-                    return function(indices[number], whole)
+                def on_owner(numbers: Sequence[int], wholes: list[Tensor], indices: list[int] = indices) -> Sequence[Tensor]:
+                    return function([indices[number] for number in numbers], wholes)
 
                 for index, part in zip(indices, exchange.run(send, on_owner)):
                     results[index] = part
@@ -82,7 +85,8 @@ class Exchanges:
     def _exchange_of(self, pieces: list[Piece]) -> OwnerExchange:
         known, exchange = self._known.get(pieces[0].mesh, ([], None))
         if exchange is None or len(known) != len(pieces) or any(map(is_not, known, pieces)):
-            exchange = exchange_of(pieces, plan_of(pieces, self._dtype, self._cost), self._dtype, self._doing)
+            plan = plan_of(pieces, self._dtype, self._cost)
+            exchange = exchange_of(pieces, plan, self._dtype, self._doing, batched=self._batched)
             self._known[pieces[0].mesh] = pieces, exchange
         return exchange
 
@@ -100,6 +104,9 @@ class MatrixOwners:
             `Pieces`. A parameter of more than two dims that is not split, as the kernel of a convolution, is one matrix with
             all dims behind the first as columns.
         cost: function of a `Matrix` that returns the time to compute with it, in any unit; None for that of Newton-Schulz.
+        batched: True to compute matrices of equal shape together, those that an owner has in one bucket: then the function gets
+            (matrices, rows, columns), which is faster for small matrices. Batches depend on the plan, and on some devices a
+            product in a batch is rounded otherwise than alone.
         dtype: dtype in which matrices travel, in both directions. bfloat16 changes no result of functions that begin by
             casting to it and return it.
 
@@ -119,16 +126,17 @@ class MatrixOwners:
         split: Split | None = None,
         cost: Cost | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        batched: bool = False,
     ) -> None:
         self._parameters: list[Tensor] = list(parameters)
-        self._dtype, self._cost = dtype, cost
+        self._dtype, self._cost, self._batched = dtype, cost, batched
         for parameter in self._parameters:
             if parameter.ndim < 2:
                 raise ValueError(
                     f"MatrixOwners takes parameters of at least two dims, got one of shape {tuple(parameter.shape)}. Leave it "
                     "to an element-wise optimizer."
                 )
-        self._exchanges = Exchanges("MatrixOwners.map()", dtype, cost)
+        self._exchanges = Exchanges("MatrixOwners.map()", dtype, cost, batched=batched)
         self._splits = Splits(split, self._parameters)
         self._logical: list[ShardedParameter | None] = []  # of each parameter when the pieces were listed
         self._pieces: list[tuple[int, Piece]] = []  # with the index of its parameter
@@ -150,12 +158,13 @@ class MatrixOwners:
         pieces = [piece for _, piece in self._pieces]
         return [plan_of([pieces[index] for index in indices], self._dtype, self._cost) for indices in by_mesh(pieces)]
 
-    def map(self, function: Callable[[Tensor, str], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def map(self, function: Callable[[Tensor, Any], Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the function's result for every matrix, sharded as the parameters are. Collective.
 
         Args:
             function: called on the owner of a matrix with the matrix, (rows, columns) in the dtype of the messages, which it
                 may overwrite, and its name, that of its unit and of the parameter in it; returns a tensor of the same shape.
+                With `batched`, it gets (matrices, rows, columns) and a list of names.
             tensors: for each parameter a tensor that is sharded like it: its gradient, or an update.
 
         Returns:
@@ -171,26 +180,19 @@ class MatrixOwners:
         self._list_pieces()
         shards = [_local_like(*each) for each in zip(self._parameters, self._logical, tensors)]
         results: list[Tensor] = [torch.empty(0)] * len(tensors)
+        pieces = [piece for _, piece in self._pieces]
+
+        def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
+            chosen = (self._pieces[number] for number in numbers)
+            copy_into(places, [piece.part(shards[index]) for index, piece in chosen])
+
+        def on_owner(numbers: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
+            return self._called(function, wholes, [pieces[number].name for number in numbers])
+
         with torch.no_grad():
             for index, logical in enumerate(self._logical):
                 if logical is None:
-                    whole = shards[index].to(self._dtype, copy=True)
-                    results[index] = function(whole.view(as_matrix(whole.shape)), "").reshape(whole.shape)
-            pieces = [piece for _, piece in self._pieces]
-
-            def on_owner(number: int, whole: Tensor) -> Tensor:
-                result = function(whole.view(as_matrix(whole.shape)), pieces[number].name)
-                if result.shape != as_matrix(whole.shape):
-                    raise ValueError(
-                        f"Expected the function to return a matrix of shape {as_matrix(whole.shape)} for "
-                        f"'{pieces[number].name}', got {tuple(result.shape)}."
-                    )
-                return result.reshape(whole.shape)
-
-            def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
-                chosen = (self._pieces[number] for number in numbers)
-                copy_into(places, [piece.part(shards[index]) for index, piece in chosen])
-
+                    results[index] = self._called(function, [shards[index].to(self._dtype, copy=True)], [""])[0]
             for (index, piece), part in zip(self._pieces, self._exchanges.run(pieces, fill, on_owner)):
                 parameter, part = piece.parameter, part.to(piece.parameter.local.device)
                 if piece.cut is None:
@@ -200,6 +202,16 @@ class MatrixOwners:
                     results[index] = parameter.dtensor_like_shard(part.new_empty(parameter.sharding.shard_shape))
                 piece.part(to_local(results[index])).copy_(part)
         return results
+
+    def _called(self, function: Callable[[Tensor, Any], Tensor], wholes: list[Tensor], names: list[str]) -> list[Tensor]:
+        """Return the function's results for whole parameters, or pieces of them, of one shape."""
+        shape, whole_shape = as_matrix(wholes[0].shape), wholes[0].shape
+        matrices = [whole.view(shape) for whole in wholes]
+        result = function(torch.stack(matrices), names) if self._batched else function(matrices[0], names[0])
+        expected = (len(matrices), *shape) if self._batched else shape
+        if result.shape != expected:
+            raise ValueError(f"Expected the function to return shape {expected} for {names}, got {tuple(result.shape)}.")
+        return [one.reshape(whole_shape) for one in (result if self._batched else [result])]
 
 
 def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ class MuonStep:
         """Compute the step of the noted matrices. Collective."""
         members, self._members = self._members, []
 
-        def newton_schulz(index: int, whole: Tensor) -> Tensor:
-            options = members[index].options
-            return _torch.newton_schulz(whole, options["ns_coefficients"], options["ns_steps"], options["eps"])
+        def newton_schulz(indices: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
+            options = members[indices[0]].options
+            return [_torch.newton_schulz(wholes[0], options["ns_coefficients"], options["ns_steps"], options["eps"])]
 
         def fill(indices: Sequence[int], places: Sequence[Tensor]) -> None:
             """Compute the updates of shards into a message, some MiB at a time, since each operator costs a launch."""

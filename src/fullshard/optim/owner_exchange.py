@@ -21,6 +21,10 @@ _KIND = "all_to_all"  # `Message.kind` of these collectives
 Fill = Callable[[Sequence[int], Sequence[Tensor]], None]
 """Function that writes shards into a message: of these matrices, by index, into these places, which have their shapes."""
 
+OnOwner = Callable[[Sequence[int], list[Tensor]], Sequence[Tensor]]
+"""Function that an owner calls with matrices, by index, and their whole tensors, which it may overwrite. It returns as many
+tensors of the same shapes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Across:
@@ -73,6 +77,7 @@ class OwnerExchange:
         doing: str,
         *,
         across: Across | None = None,
+        batched: bool = False,
         is_inner: bool = False,
     ) -> None:
         """Compare the plan between the ranks. Collective.
@@ -84,12 +89,13 @@ class OwnerExchange:
             dtype: dtype of the messages and of the function's results.
             doing: the call that needs the exchange, for errors.
             across: for tensor parallelism, how the blocks that `plan` distributes form matrices; else None.
+            batched: True to compute matrices of equal shape in a bucket together, False to compute one at a time.
             is_inner: True for the exchange over a tensor-parallel axis inside of another one, which agrees for both.
 
         Raises:
             ValueError: on all ranks, if their plans differ.
         """
-        self.plan, self._axis, self._dtype, self._doing = plan, axis, dtype, doing
+        self.plan, self._axis, self._dtype, self._doing, self._batched = plan, axis, dtype, doing, batched
         communicator = unit.runtime.communicator
         self._communicator = communicator
         log = communicator.log_of(axis)
@@ -116,7 +122,7 @@ class OwnerExchange:
         self._inner: list[OwnerExchange] | None = None
         if across is not None:
             self._inner = [
-                OwnerExchange(self._plan_across(route, across), unit, across.axis, dtype, doing, is_inner=True)
+                OwnerExchange(self._plan_across(route, across), unit, across.axis, dtype, doing, batched=batched, is_inner=True)
                 for route in self._routes
             ]
 
@@ -136,13 +142,12 @@ class OwnerExchange:
             finally:
                 self._leave()
 
-    def run(self, fill: Fill, function: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    def run(self, fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of each result. Collective.
 
         Args:
             fill: writes this rank's shards of matrices (by index) into places in a message.
-            function: called on the owner with the index and the whole matrix, which it may overwrite; returns a matrix of the
-                same shape.
+            function: called on the owner with one matrix, or with those of equal shape in a bucket if this was made `batched`.
 
         Returns:
             For each matrix a tensor with the shape of the shard, in the dtype of the messages.
@@ -226,22 +231,35 @@ class OwnerExchange:
 
     # --- what the owner does ---
 
-    def _compute(self, number: int, slot: Tensor, function: Callable[[int, Tensor], Tensor]) -> None:
+    def _compute(self, number: int, slot: Tensor, function: OnOwner) -> None:
         """Replace the whole matrices of a bucket, of which `slot` has the parts, by the function's results."""
         route, parts = self._routes[number], self._parts(number, slot)
         if self._inner is not None:
             blocks = self._assembled(number, slot)
-            results = self._inner[number].run(_filling(route, blocks), lambda index, whole: function(route.owned[index], whole))
+
+            def on_owner(numbers: Sequence[int], wholes: list[Tensor]) -> Sequence[Tensor]:
+                return function([route.owned[one] for one in numbers], wholes)
+
+            results = self._inner[number].run(_filling(route, blocks), on_owner)
             for index, result in zip(route.owned, results):
                 self._fill(parts[index], index, result)
             return
-        for index in route.owned:
-            whole = self._whole(index, parts[index], slot)
-            result = function(index, whole)
-            if _place(result) != _place(whole) and _place(result)[0] == _place(slot)[0]:
-                result = result.clone()  # another view of the memory that is written next
-            self._fill(parts[index], index, result)
-            del whole, result  # before the next matrix is assembled
+        for batch in self._batches(route.owned):
+            wholes = [self._whole(index, parts[index], slot) for index in batch]
+            for index, whole, result in zip(batch, list(wholes), function(batch, wholes), strict=True):
+                if _place(result) != _place(whole) and _place(result)[0] == _place(slot)[0]:
+                    result = result.clone()  # another view of the memory that is written next
+                self._fill(parts[index], index, result)
+            del wholes, whole, result  # before the next ones are assembled
+
+    def _batches(self, indices: Sequence[int]) -> list[list[int]]:
+        """Return the matrices that are computed together. They depend on the plan alone, as rounding in batches does."""
+        if not self._batched:
+            return [[index] for index in indices]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for index in indices:
+            alike.setdefault(self.plan.matrices[index].shape, []).append(index)
+        return list(alike.values())
 
     def _parts(self, number: int, slot: Tensor) -> dict[int, list[Tensor]]:
         """Return the parts of each matrix of a bucket that this rank owns. `slot`: all parts, by rank and then by matrix."""

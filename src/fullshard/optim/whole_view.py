@@ -271,7 +271,8 @@ class _WholeView:
     def _list_pieces(self, optimizer: Optimizer) -> None:
         """List the pieces and choose their owners, if the optimizer's parameters are others than in the last step."""
         members = [list(group["params"]) for group in optimizer.param_groups]
-        logical = logical_parameters(parameter for listed in members for parameter in listed)
+        # Scalars are replicated, so every rank steps them.
+        logical = [one for one in logical_parameters(p for listed in members for p in listed) if one.shape]
         same = len(logical) == len(self._logical) and all(map(is_, logical, self._logical))
         self._members = members
         if same:
@@ -280,9 +281,8 @@ class _WholeView:
             self._check_same_parameters(logical)
         found: dict[torch.dtype, list[Piece]] = {}
         for parameter in logical:
-            if parameter.shape:
-                found.setdefault(parameter.local.dtype, []).extend(pieces_of(parameter, self._splits.of(parameter)))
-        self._logical, self._plain = [one for one in logical if one.shape], {}
+            found.setdefault(parameter.local.dtype, []).extend(pieces_of(parameter, self._splits.of(parameter)))
+        self._logical, self._plain = logical, {}
         self._meshes = [
             _Mesh([pieces[index] for index in indices], dtype, self._cost, self._doing)
             for dtype, pieces in found.items()
