@@ -71,6 +71,8 @@ NOT_THERE = {  # tests, or cases of them
     "muon_a_checkpoint_of_four_ranks_loads_on_three": "has a mesh of the CPU in mind",
     "muon_a_failure_on_one_rank_raises_on_all_and_changes_nothing": "ranks that part end as gloo ends",
     "muon_ranks_with_other_matrices_are_told": "ranks that part end as gloo ends",
+    "muon_a_rank_that_skips_the_step_is_told": "ranks that part end as gloo ends",
+    "muon_plain_matrices_step_behind_sharded_ones": "ranks that part end as gloo ends",
     "whole_matrices_the_peak_of_a_call_is_that_of_the_plan": "watches the memory of the CPU",
     "whole_matrices_states_of_owners_load_on_other_ranks": "has a mesh of the CPU in mind",
     "whole_matrices_a_step_that_fails_on_one_rank_leaves_all_as_before": "ranks that part end as gloo ends",

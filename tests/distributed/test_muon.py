@@ -352,6 +352,50 @@ def test_a_failure_on_one_rank_raises_on_all_and_changes_nothing(world: World, f
         assert not any(map(torch.equal, before, [p.to_local() for p in matrices(sharded)])) or world.size > 2
 
 
+@ranks(2)
+def test_a_step_that_raised_between_its_groups_is_repeated_once(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [optimizers(one)[0] for one in (sharded, model)]
+    square(sharded(world.mine(batch(0)))).backward()
+    share_grads(sharded, model)
+    calls = iter((private.list_tensors, mock.Mock(side_effect=MemoryError)))
+    with mock.patch.object(private, "list_tensors", lambda *lists: next(calls)(*lists)), pytest.raises(MemoryError):
+        pair[0].step()
+    for optimizer in pair:
+        optimizer.step()
+    for got, want in zip(matrices(sharded), matrices(model)):
+        assert torch.equal(full(got), want)
+
+
+@ranks(2)
+def test_plain_matrices_step_behind_sharded_ones(world: World) -> None:
+    model, plain = Net(), nn.Linear(6, 4)
+    sharded, beside = (
+        shard(copy.deepcopy(model), world.mesh, check_policy=fullshard.CheckPolicy(patience=0.2)),
+        copy.deepcopy(plain),
+    )
+    got = torch.optim.Muon([*matrices(sharded), beside.weight], lr=0.02)
+    want = torch.optim.Muon([*matrices(model), plain.weight], lr=0.02)
+    for failing in (True, False):
+        square(sharded(world.mine(batch(0)))).backward()
+        share_grads(sharded, model)
+        plain.weight.grad, beside.weight.grad = torch.ones(4, 6), torch.ones(4, 6)
+        before = beside.weight.detach().clone()
+        if failing:
+            broken = mock.patch.object(private, "newton_schulz", side_effect=ZeroDivisionError if world.rank else None)
+            with broken, pytest.raises((ZeroDivisionError, StateError)):
+                got.step()
+            assert fullshard.any_failed(failed=True)
+            assert torch.equal(before, beside.weight) and not got.state.get(beside.weight)
+            got.zero_grad()
+            continue
+        got.step()
+        want.step()
+    for one, other in zip([*matrices(sharded), beside.weight], [*matrices(model), plain.weight]):
+        assert torch.equal(full(one), other)
+
+
 @pytest.mark.proves("44j")
 @ranks(2, 3)
 def test_a_rank_that_skips_the_step_is_told(world: World) -> None:

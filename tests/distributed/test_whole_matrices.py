@@ -215,7 +215,6 @@ class Stacked(nn.Module):
         return x * (self.experts.sum() + self.conv.sum() + self.qkv.sum())
 
 
-@pytest.mark.parametrize("experts", [2, 3, 8])
 @ranks(1, 2, 3)
 def test_matrices_of_equal_shape_are_computed_in_batches(world: World) -> None:
     sharded = fully_shard(Stacked(8), mesh=world.mesh)
@@ -239,6 +238,7 @@ def test_matrices_of_equal_shape_are_computed_in_batches(world: World) -> None:
     assert fullshard.any_failed(failed=True)
 
 
+@pytest.mark.parametrize("experts", [2, 3, 8])
 @ranks(1, 2, 4)
 def test_stacks_convolutions_and_fused_matrices(world: World, experts: int) -> None:
     model = Stacked(experts)
@@ -278,8 +278,9 @@ def test_heads_under_tensor_parallelism_lie_on_one_rank_each(world: World) -> No
     want = torch.cat([orthogonalized(one.clone(), "") for one in whole.chunk(4)])
     for got in owners.map(orthogonalized, parameters):
         assert torch.equal(full(got), want)
-    with pytest.raises(ValueError, match="are one piece, but tensor parallelism cuts it at 6"):
-        MatrixOwners([model.heads], split={model.heads: 3})
+    for sizes in (3, (5, 5, 2), (1, 7, 4)):  # on all ranks, also on those whose block has none of the piece
+        with pytest.raises(ValueError, match="are one piece, but tensor parallelism cuts it at 6"):
+            MatrixOwners([model.heads], split={model.heads: sizes})
 
 
 @ranks(2)
@@ -314,6 +315,23 @@ def test_plain_parameters_are_computed_as_they_are() -> None:
     owners = MatrixOwners(matrices(model), dtype=torch.float32)
     for got, want in zip(owners.map(orthogonalized, [one.detach() for one in matrices(model)]), matrices(model)):
         assert torch.equal(got, orthogonalized(want.detach().clone(), ""))
+
+
+@ranks(2)
+def test_pieces_of_parameters_that_are_no_longer_sharded(world: World) -> None:
+    sharded = fully_shard(Stacked(), mesh=world.mesh)
+    parameters = [sharded.experts, sharded.qkv]
+    owners = MatrixOwners(parameters, split={sharded.experts: 4, sharded.qkv: (6, 2, 2)}, dtype=torch.float32)
+    expected = [full(one) for one in owners.map(orthogonalized, parameters)]
+    fullshard.undo(sharded)
+    for got, want in zip(owners.map(orthogonalized, [sharded.experts.detach(), sharded.qkv.detach()]), expected):
+        assert torch.equal(got, want)
+
+
+def test_a_kernel_of_one_channel_is_one_row() -> None:
+    conv = nn.Conv2d(16, 1, 3)
+    (got,) = MatrixOwners([conv.weight]).map(lambda matrix, name: matrix * matrix.shape[1], [conv.weight.detach()])
+    assert torch.equal(got, conv.weight.detach().bfloat16() * 144)
 
 
 @pytest.mark.parametrize("bucket_nbytes", [1, 40_000, 1 << 30])
@@ -494,6 +512,19 @@ def test_parameters_without_gradient_are_skipped(world: World) -> None:
     assert_equal(sharded, model)
 
 
+@ranks(3)
+def test_states_on_owners_outlive_undo_and_another_sharding(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    for again in (False, True):
+        if again:
+            fullshard.undo(sharded)
+            shard(sharded, world.mesh, reshard_after_forward=False)
+        steps(sharded, model, pair, world.mine, 2)
+        assert_equal(sharded, model)
+
+
 def trained(world: World, sharded: nn.Module, optimizer: Any, numbers: Any) -> None:
     for number in numbers:
         square(sharded(batch(number, 5))).backward()
@@ -628,6 +659,102 @@ def test_an_optimizer_that_combines_parameters_is_refused(world: World) -> None:
     assert fullshard.any_failed(failed=True)
     assert all(map(torch.equal, before, [parameter.to_local() for parameter in sharded.parameters()]))
     assert not any(optimizer.state.values()) and optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Clipping(Shampoo):
+    """Divides by the norm of all gradients that it sees, as some optimizers do, and tells nobody."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        norm = sum(float(grad.square().sum()) for grad in every) ** 0.5
+        for grad in every:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+@pytest.mark.proves("44h")
+@ranks(1, 2)
+def test_an_optimizer_that_clips_by_the_norm_of_all_gradients_is_refused(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Clipping(sharded.parameters())), Clipping(model.parameters())]
+    if world.size == 1:  # which has all of them
+        steps(sharded, model, pair, world.mine)
+        assert_equal(sharded, model)
+        return
+    square(sharded(world.mine(batch(0, 5)))).backward()
+    before = [parameter.to_local().clone() for parameter in sharded.parameters()]
+    with pytest.raises(StateError, match="a parameter alone would have stepped otherwise"):
+        pair[0].step()
+    assert fullshard.any_failed(failed=True)
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in sharded.parameters()]))
+
+
+@ranks(2, 3)
+def test_a_cast_between_steps_is_followed(world: World) -> None:
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    steps(sharded, model, pair, world.mine, 1)
+    for one, optimizer in zip((sharded, model), pair):
+        one.double()
+        optimizer.load_state_dict(optimizer.state_dict())  # states in the new dtype
+    steps(sharded, model, pair, lambda x: world.mine(x).double(), 2)
+    assert_equal(sharded, model)
+
+
+@ranks(2)
+def test_states_of_another_split_are_told(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    first = sharded.layers[0].weight
+    split = whole_view(Shampoo(sharded.parameters()), split={first: 4})
+    whole, two = whole_view(Shampoo(sharded.parameters())), whole_view(Shampoo(sharded.parameters()), split={first: 2})
+    for optimizer in (split, whole, two):
+        trained(world, sharded, optimizer, (0,))
+    for optimizer, other in ((whole, split), (split, whole), (two, split)):
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+        square(sharded(world.mine(batch(0, 5)))).backward()
+        with pytest.raises(StateError, match="the states of parameter 'layers.0.weight.*' are of another split"):
+            optimizer.step()
+        assert fullshard.any_failed(failed=True)
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(2)
+def test_a_split_given_after_a_step_is_followed(world: World) -> None:
+    sharded = shard(Net(), world.mesh)
+    muon = torch.optim.Muon(matrices(sharded), lr=0.02)
+    for split, expected in ((None, 6), ({sharded.layers[0].weight: 3}, 8), ({sharded.layers[0].weight: 2}, 7)):
+        if split is not None:
+            whole_view(muon, split=split)
+        square(sharded(world.mine(batch(0, 5)))).backward()
+        with mock.patch.object(private, "newton_schulz", wraps=private.newton_schulz) as called:
+            muon.step()
+        muon.zero_grad()
+        every = torch.tensor(called.call_count)
+        dist.all_reduce(every)
+        assert every.item() == expected
+    fullshard.undo(sharded)
+    square(sharded(world.mine(batch(0, 5)))).backward()
+    with pytest.raises(StateError, match=r"a parameter of shape \(24, 5\) is split, and no longer sharded"):
+        muon.step()
+
+
+@ranks(3)
+def test_ranks_without_a_state_raise_with_the_others_after_undo(world: World) -> None:
+    sharded = shard(Net([(5, 3)]), world.mesh)  # two parameters, so one rank owns none
+    optimizer = whole_view(Shampoo(sharded.parameters()))
+    trained(world, sharded, optimizer, (0,))
+    owned = torch.tensor(int(any(optimizer.state.values())))
+    dist.all_reduce(owned)
+    assert owned.item() < 3
+    fullshard.undo(sharded)
+    square(sharded(world.mine(batch(1, 5)))).backward()
+    with pytest.raises(StateError, match="is no longer sharded"):
+        optimizer.step()
 
 
 @pytest.mark.proves("44i")

@@ -187,6 +187,7 @@ from fullshard._torch.optim import (
     on_optimizer_step,
     register_first_step_post_hook,
     scalar_of,
+    step_muon,
 )
 from fullshard._torch.simulation import (
     copied,
@@ -357,6 +358,7 @@ __all__ = [
     "specs_of",
     "split_copy",
     "spmd_types_of",
+    "step_muon",
     "storage_key",
     "store_host",
     "strided_shard",

@@ -25,6 +25,7 @@ __all__ = [
     "on_optimizer_step",
     "register_first_step_post_hook",
     "scalar_of",
+    "step_muon",
 ]
 
 
@@ -47,6 +48,12 @@ def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], step
     # Private: the functions of `torch.optim.Muon`, which it calls for each parameter. Calling the same ones keeps steps equal
     # to torch's, bit for bit, in every version.
     return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+
+
+def step_muon(lists: tuple[list[Tensor], ...], options: dict[str, Any], *, has_complex: bool) -> None:
+    """Compute a step of torch's Muon over (parameters, gradients, momentum buffers), with the options of a group."""
+    names = "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"
+    _muon.muon(*lists, **{name: options[name] for name in names}, has_complex=has_complex)
 
 
 def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:

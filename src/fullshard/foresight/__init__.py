@@ -3,6 +3,7 @@
 kernels.py      fused kernels of an accelerator, on meta
 trace.py        tracer of one step on meta: events of modules, operators, storages and gradients
 optimizer.py    the optimizer's step on a rank's shards, on meta
+owners.py       a step of Muon: exchange of whole matrices with their owners
 ledger.py       allocations and frees, each with a category and a unit
 program.py      operators, collectives on streams, and waits, in the order of the host
 group.py        allocations and collectives of a parameter group, as ParamGroup, GroupGradients and Reduction make them

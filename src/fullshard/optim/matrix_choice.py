@@ -56,8 +56,8 @@ def matrices_of(
     2. A number of dims that is not in `dims` is left: biases, norms, scalars; convolutions, unless `dims` has 4.
     3. Embeddings are left: parameters of nn.Embedding and nn.EmbeddingBag, those tied to them, and names with "embed".
     4. Parameters of modules whose class has "Norm" in its name are left.
-    5. Output layers are left: as many rows as an embedding of the model, or modules named lm_head, head, output, classifier or
-       score that are not inside of a numbered layer.
+    5. Output layers are left, which are not inside of a numbered layer: as many rows as an embedding of the model, or modules
+       named lm_head, head, output, classifier or score.
     6. Routers are left: modules named gate or router with at most an eighth as many rows as columns.
     7. All others are taken.
 
@@ -122,9 +122,10 @@ def _role(name: str, shape: tuple[int, ...], modules: dict[str, nn.Module], voca
         return "an embedding"
     if any("Norm" in cls.__name__ for cls in type(module).__mro__):
         return "a norm"
-    if len(shape) > 1 and shape[0] in vocabularies:
+    is_in_layer = any(part.isdigit() for part in path.split(".")[:-1])  # the last module of nn.Sequential has a number as well
+    if len(shape) > 1 and shape[0] in vocabularies and not is_in_layer:
         return "an output layer: as many rows as an embedding"
-    if last in OUTPUT_NAMES and not any(part.isdigit() for part in path.split(".")):
+    if last in OUTPUT_NAMES and not is_in_layer:
         return f"an output layer, by its name {last}"
     if last in ROUTER_NAMES and len(shape) > 1 and shape[0] * _FEW_ROWS <= shape[1]:
         return f"a router, by its name {last} and few rows"

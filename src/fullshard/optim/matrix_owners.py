@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import is_not
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, to_local
 from fullshard.optim.owner_exchange import Across, Fill, OnOwner, OwnerExchange, copy_into
-from fullshard.optim.owners import Cost, OwnerPlan, as_matrix, plan_owners
+from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
 from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
 
 
@@ -86,7 +86,9 @@ class Exchanges:
         known, exchange = self._known.get(pieces[0].mesh, ([], None))
         if exchange is None or len(known) != len(pieces) or any(map(is_not, known, pieces)):
             plan = plan_of(pieces, self._dtype, self._cost)
-            exchange = exchange_of(pieces, plan, self._dtype, self._doing, batched=self._batched)
+            # A rank may list its pieces anew alone. An equal plan needs no message, which the other ranks would not send.
+            if exchange is None or not exchange.serves(plan, pieces[0].unit):
+                exchange = exchange_of(pieces, plan, self._dtype, self._doing, batched=self._batched)
             self._known[pieces[0].mesh] = pieces, exchange
         return exchange
 
@@ -187,12 +189,14 @@ class MatrixOwners:
             copy_into(places, [piece.part(shards[index]) for index, piece in chosen])
 
         def on_owner(numbers: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
-            return self._called(function, wholes, [pieces[number].name for number in numbers])
+            return self._called(
+                function, wholes, [pieces[number].whole for number in numbers], [pieces[n].name for n in numbers]
+            )
 
-        with torch.no_grad():
+        with torch.no_grad(), self._reporting():
             for index, logical in enumerate(self._logical):
                 if logical is None:
-                    results[index] = self._called(function, [shards[index].to(self._dtype, copy=True)], [""])[0]
+                    results[index] = self._of_plain(function, index, shards[index].to(self._dtype, copy=True))
             for (index, piece), part in zip(self._pieces, self._exchanges.run(pieces, fill, on_owner)):
                 parameter, part = piece.parameter, part.to(piece.parameter.local.device)
                 if piece.cut is None:
@@ -203,15 +207,34 @@ class MatrixOwners:
                 piece.part(to_local(results[index])).copy_(part)
         return results
 
-    def _called(self, function: Callable[[Tensor, Any], Tensor], wholes: list[Tensor], names: list[str]) -> list[Tensor]:
-        """Return the function's results for whole parameters, or pieces of them, of one shape."""
-        shape, whole_shape = as_matrix(wholes[0].shape), wholes[0].shape
-        matrices = [whole.view(shape) for whole in wholes]
-        result = function(torch.stack(matrices), names) if self._batched else function(matrices[0], names[0])
-        expected = (len(matrices), *shape) if self._batched else shape
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Return a context that reports exceptions to the other ranks."""
+        if not self._pieces:
+            return nullcontext()
+        return self._pieces[0][1].unit.runtime.communicator.reporting_exceptions("MatrixOwners.map()")
+
+    def _of_plain(self, function: Callable[[Tensor, Any], Tensor], index: int, whole: Tensor) -> Tensor:
+        """Return the function's results for a parameter that is not sharded, or for its pieces."""
+        how = self._splits.of_plain(self._parameters[index])
+        dim, ranges = (0, [range(whole.shape[0])]) if how is None else (how.dim, how.ranges(whole.shape, name=""))
+        parts = []
+        for rows in ranges:
+            part = whole.narrow(dim, rows.start, len(rows)).contiguous()
+            matrix = Matrix("", tuple(part.shape), is_piece=how is not None)
+            parts += self._called(function, [part], [matrix], [""])
+        return torch.cat(parts, dim)
+
+    def _called(
+        self, function: Callable[[Tensor, Any], Tensor], wholes: list[Tensor], matrices: list[Matrix], names: list[str]
+    ) -> list[Tensor]:
+        """Return the function's results for whole matrices of one shape."""
+        shape = matrices[0].sides
+        views = [whole.view(shape) for whole in wholes]
+        result = function(torch.stack(views), names) if self._batched else function(views[0], names[0])
+        expected = (len(views), *shape) if self._batched else shape
         if result.shape != expected:
             raise ValueError(f"Expected the function to return shape {expected} for {names}, got {tuple(result.shape)}.")
-        return [one.reshape(whole_shape) for one in (result if self._batched else [result])]
+        return [one.reshape(wholes[0].shape) for one in (result if self._batched else [result])]
 
 
 def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Tensor) -> Tensor:

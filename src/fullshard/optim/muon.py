@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +39,15 @@ class _Member:
     grad: Tensor  # the shard of its gradient
     momentum: Tensor  # the shard of its momentum buffer
     options: dict[str, Any]  # of its parameter group, in this step
-    is_new: bool  # whether the momentum buffer was created in this step
 
 
 class MuonStep:
     """Replacement of Muon's `_init_group`, the method that collects the tensors of a step in lists.
 
-    Sharded matrices are taken out of the lists, so that Muon's `step` leaves them alone. At the end of the step they are
-    computed together: messages to the owners and back, and then all writes. So a step that raises on any rank has changed no
-    weight and no momentum on any rank. The lists keep plain matrices, and those that tensor parallelism shards unevenly or over
-    several axes, which `step` computes as without fullshard.
+    All tensors are taken out of the lists, so that Muon's `step` itself does nothing. At the end of the step sharded matrices
+    are computed together: messages to the owners and back, and then all writes. So a step that raises on any rank has changed
+    no weight and no momentum on any rank. Then torch's own function computes the rest: plain matrices, and those that tensor
+    parallelism shards unevenly or over several axes.
 
         update = lerp(gradient, momentum)       on the shards, in bfloat16 to the owners
         update = Newton-Schulz(update)          on the owners, in bfloat16 back to the shards
@@ -57,36 +56,49 @@ class MuonStep:
     Source: Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); `torch.optim.Muon` (torch 2.13).
     """
 
-    __slots__ = ("_exchanges", "_members", "_optimizer", "_pieces", "_splits")
+    __slots__ = ("_exchanges", "_members", "_new", "_optimizer", "_pieces", "_rest", "_splits")
 
-    def __init__(self, optimizer: optim.Optimizer, splits: Splits) -> None:
-        """`splits`: the pieces of parameters that are several matrices."""
+    def __init__(self, optimizer: optim.Optimizer, splits: Splits | None) -> None:
+        """`splits`: the pieces of parameters that are several matrices; None if each is one."""
         self._optimizer = weakref.ref(optimizer)
         self._splits = splits
         self._members: list[_Member] = []  # of the running step
+        self._rest: list[tuple[dict[str, Any], tuple[list[Tensor], ...], bool]] = []  # options, lists, and if any is complex
+        self._new: list[Tensor] = []  # parameters whose momentum buffer was created in the running step
         self._exchanges = Exchanges(f"{type(optimizer).__name__}.step()", WIRE)
-        # Of each parameter; None for one that `step` computes itself.
+        # Of each parameter; None for one that torch's function computes.
         self._pieces: dict[ShardedParameter, list[Piece] | None] = {}
 
+    def keep_only(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Forget the pieces of other parameters."""
+        self._pieces = {one: self._pieces[one] for one in parameters if one in self._pieces}
+
+    def begin_step(self) -> None:
+        """Forget what a step noted that raised before its end."""
+        self._members, self._rest, self._new = [], [], []
+
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Fill `lists` as `_init_group` does, without the sharded matrices, which are noted for the end of the step."""
+        """Note the tensors that `_init_group` lists for the end of the step, and leave the lists empty."""
         optimizer: Any = self._optimizer()
-        known = {id(parameter) for parameter in group["params"] if optimizer.state.get(parameter)}
+        self._new += [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         result = _torch.list_tensors(optimizer, group, *lists)
-        options, left = dict(group), list[tuple[Tensor, ...]]()
+        options, rest = dict(group), list[tuple[Tensor, ...]]()
         for tensors in zip(*lists):
-            members = self._members_of(tensors, options, is_new=id(tensors[0]) not in known)
+            members = self._members_of(tensors, options)
             if members is None:
-                left.append(tensors)
+                rest.append(tensors)
             else:
                 self._members += members
-        for place, listed in enumerate(lists):
-            listed[:] = [tensors[place] for tensors in left]
+        if rest:
+            self._rest.append((options, tuple(map(list, zip(*rest))), bool(result)))
+        for listed in lists:
+            listed.clear()
         return result
 
     def end_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Compute the step of the noted matrices. Collective."""
-        members, self._members = self._members, []
+        members, rest, new = self._members, self._rest, self._new
+        self.begin_step()
 
         def newton_schulz(indices: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
             options = members[indices[0]].options
@@ -104,18 +116,19 @@ class MuonStep:
             try:
                 updates = self._exchanges.run(pieces, fill, newton_schulz)
             except BaseException:
-                for member in members:
-                    if member.is_new:
-                        optimizer.state.pop(member.piece.parameter.sharded, None)
+                for parameter in new:
+                    optimizer.state.pop(parameter, None)
                 raise
             for part in runs(range(len(members)), lambda index: id(members[index].options)):
                 mine = [members[number] for number in part]
                 weights, grads, momenta = ([getattr(one, key) for one in mine] for key in ("local", "grad", "momentum"))
                 shapes = [one.piece.whole.shape for one in mine]
                 write(weights, grads, momenta, [updates[number] for number in part], shapes, mine[0].options)
+            for options, lists, has_complex in rest:
+                _torch.step_muon(lists, options, has_complex=has_complex)
 
-    def _members_of(self, tensors: tuple[Tensor, ...], options: dict[str, Any], *, is_new: bool) -> list[_Member] | None:
-        """Return a sharded matrix with its gradient and momentum, or its pieces; None for one that `step` computes itself."""
+    def _members_of(self, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> list[_Member] | None:
+        """Return a sharded matrix with gradient and momentum, or its pieces; None for one that torch's function computes."""
         parameter = next(iter(logical_parameters(tensors[:1])), None)
         if parameter is None or owner_of(parameter) is None:
             return None
@@ -128,10 +141,10 @@ class MuonStep:
             if spec is None or spec.mesh != expected.mesh or spec.placements != expected.placements:
                 return None
         local, grad, momentum = _torch.locals_of(tensors)
-        return [_Member(one, one.part(local), one.part(grad), one.part(momentum), options, is_new) for one in pieces]
+        return [_Member(one, one.part(local), one.part(grad), one.part(momentum), options) for one in pieces]
 
     def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:
-        how = self._splits.of(parameter)
+        how = None if self._splits is None else self._splits.of(parameter)
         if how is not None:
             return pieces_of(parameter, how)
         try:

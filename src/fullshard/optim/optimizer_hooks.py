@@ -33,7 +33,7 @@ from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon
 from fullshard.optim.step_entries import StepEntries
-from fullshard.optim.whole_view import has_whole_view, splits_of
+from fullshard.optim.whole_view import CACHE, has_whole_view, splits_of
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -52,7 +52,9 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
             parameters[index] = sharded
             count += 1
             held = optimizer.state.pop(parameter, None)
-            if held:
+            if held and has_whole_view(optimizer):  # whole, on the owner
+                optimizer.state[sharded] = held
+            elif held:
                 optimizer.state[sharded] = {key: _shard_state(value, parameter, sharded) for key, value in held.items()}
         if count:  # two tied parameters may have become one
             group["params"] = list(dict.fromkeys(parameters))
@@ -73,7 +75,6 @@ def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
     return shard_of(logical, value, dtype=value.dtype)
 
 
-_CACHE = "_fullshard_stepper"  # on an optimizer
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -108,7 +109,8 @@ class _OptimizerCache:
 
     __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "had_grad", "local", "order")
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, before: _OptimizerCache | None = None) -> None:
+        """`before`: the cache that this one takes the place of."""
         self._replacement_count = replacement_count()
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._back_references = [back_references(members) for members in self._parameters]
@@ -119,7 +121,10 @@ class _OptimizerCache:
         if self._sharded and is_element_wise(optimizer):
             self.local = LocalStep(optimizer)
         elif self._sharded and is_muon(optimizer):
-            self.local = MuonStep(optimizer, splits_of(optimizer))
+            # Kept, since a rank may build this cache anew alone, and a new one would compare its plan with the other ranks.
+            kept = None if before is None else before.local
+            self.local = kept if isinstance(kept, MuonStep) else MuonStep(optimizer, splits_of(optimizer))
+            self.local.keep_only(parameter for members in sharded for parameter in members)
         self.had_grad: set[int] = set()
         foreign = self.local is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
@@ -130,12 +135,12 @@ class _OptimizerCache:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerCache:
         """Return the cache of `optimizer`, rebuilt if its parameters changed or belong to other units than in the last step."""
-        cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
+        cache: _OptimizerCache | None = optimizer.__dict__.get(CACHE)
         if cache is not None and cache.order is not None:
             cache.order.leave()  # restore the order after a step that raised
         if cache is None or not cache.is_current(optimizer.param_groups):
             rebind(optimizer)
-            cache = optimizer.__dict__[_CACHE] = cls(optimizer)
+            cache = optimizer.__dict__[CACHE] = cls(optimizer, cache)
         return cache
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -169,6 +174,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         use_plain_dtensor([parameter.sharded for parameter in sharded])
         if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
             cache.order.enter(optimizer)
+    splits = splits_of(optimizer)
+    if splits is not None:
+        splits.check_sharded(f"{type(optimizer).__name__}.step()")
+    if isinstance(cache.local, MuonStep):
+        cache.local.begin_step()
     if cache.local is not None:
         _torch.have_listed_by(optimizer, cache.local, cache.local.end_step)
 
@@ -176,7 +186,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     restore_subclass()
     _torch.have_listed_by_itself(optimizer)
-    cache = optimizer.__dict__.get(_CACHE) or _OptimizerCache.of(optimizer)
+    cache = optimizer.__dict__.get(CACHE) or _OptimizerCache.of(optimizer)
     if cache.order is not None:
         cache.order.leave()
     # Noted here, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may clear

@@ -100,24 +100,26 @@ class OwnerExchange:
         self._communicator = communicator
         log = communicator.log_of(axis)
         self._fingerprints = GroupFingerprints(log, unit.unit_name, f"{doing} {plan.digest}")
-        log.allow_message_size(plan.slot_nbytes)
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # and the memory that each message is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
         # The memory of the results: for each replica, its matrices by bucket and owner. The shards are sent from there.
         self._orders = [self._order(replica, plan.buckets) for replica in range(plan.replicas)]
         self._shapes_of_replicas = [self._shapes(indices, axis.rank) for indices in self._orders]
         self._most = max(map(_numel, self._shapes_of_replicas))
+        log.allow_message_size(max(plan.slot_nbytes, self._most * dtype.itemsize))
         self._routes: list[_Route] = []
+        start = 0
         for bucket in plan.buckets:
-            self._routes.append(self._route(bucket, sum(sum(route.sizes) for route in self._routes)))
+            self._routes.append(self._route(bucket, start))
+            start += sum(self._routes[-1].sizes)
         axes = [axis] if across is None else [axis, across.axis]
-        self._is_alone = is_inner or all(one.ranks * one.replica_count == 1 for one in axes)
+        self.is_alone = is_inner or all(one.ranks * one.replica_count == 1 for one in axes)
         self._agreement = Agreement(communicator, axes, unit.unit_name, doing, f"{unit.global_id} {doing}")
         content = plan.digest if across is None else f"{plan.digest} {across.matrices}"
-        if not self._is_alone and not self._agreement.all_equal(content.encode()):
+        if not self.is_alone and not self._agreement.all_equal(content.encode()):
             raise ValueError(
-                f"{doing}: the ranks have different matrices. Pass the same parameters on all ranks, and run the same backward "
-                "on all of them, so that the same parameters have gradients."
+                f"{doing}: the ranks have different matrices, or give them different costs. Pass the same parameters on all "
+                "ranks, and run the same backward on all of them, so that the same parameters have gradients."
             )
         self._inner: list[OwnerExchange] | None = None
         if across is not None:
@@ -125,6 +127,10 @@ class OwnerExchange:
                 OwnerExchange(self._plan_across(route, across), unit, across.axis, dtype, doing, batched=batched, is_inner=True)
                 for route in self._routes
             ]
+
+    def serves(self, plan: OwnerPlan, unit: Unit) -> bool:
+        """Return True if an exchange made anew for this plan would be equal, so that this one can be used."""
+        return plan == self.plan and unit.runtime.communicator is self._communicator
 
     @property
     def owned(self) -> list[int]:
@@ -223,11 +229,11 @@ class OwnerExchange:
         No rank changes anything before. The host waits too: on an accelerator it runs ahead, and would queue the writes behind
         messages that a failed rank never sends.
         """
-        return self._is_alone or self._agreement.all_equal(content)
+        return self.is_alone or self._agreement.all_equal(content)
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Return the element-wise maximum of small tensors over all ranks. Collective."""
-        return tensor if self._is_alone else self._agreement.maximum(tensor)
+        return tensor if self.is_alone else self._agreement.maximum(tensor)
 
     # --- what the owner does ---
 
@@ -296,13 +302,10 @@ class OwnerExchange:
     def _order(self, replica: int, buckets: Iterable[Sequence[int]]) -> list[int]:
         """Return the matrices that a replica owns, by bucket and owner."""
         plan = self.plan
-        return [
-            index
-            for bucket in buckets
-            for owner in range(replica * plan.ranks, (replica + 1) * plan.ranks)
-            for index in bucket
-            if plan.owners[index] == owner
-        ]
+        by_owner = (
+            sorted(plan.of_replica(replica, bucket), key=lambda index: (plan.owners[index], index)) for bucket in buckets
+        )
+        return [index for order in by_owner for index in order]
 
     def _route(self, bucket: Sequence[int], start: int) -> _Route:
         plan, here = self.plan, self._axis.rank

@@ -15,6 +15,10 @@ from fullshard.errors import check_positive_int
 BUCKET_NBYTES = 32 << 20
 """Limit of the whole matrices of one owner in a bucket, bytes, unless the largest matrix is larger."""
 
+H100 = 534e12
+"""Flop/s of large bfloat16 products on an H100, as `explain` expects them."""
+
+_FLOPS = 2 * 5  # of a unit of `Matrix.cost`: a multiplication and an addition, in five iterations
 WIRE_ITEMSIZE = 2  # bytes of an element on its way: Newton-Schulz reads and returns bfloat16
 
 
@@ -30,7 +34,8 @@ class Matrix:
         shape: its whole shape, (rows, columns), or more dims; those behind the first count as columns.
         dim: the dim that is sharded, by torch.chunk's rule.
         start: where it begins in its parameter, along `dim`.
-        length: length of its parameter along `dim`; None if it is the whole parameter.
+        length: length of its parameter along `dim`; None if it has all of it.
+        is_piece: True for a part of a parameter. A leading dim of 1 of a part, as of one expert of a stack, is not counted.
     """
 
     name: str
@@ -38,11 +43,23 @@ class Matrix:
     dim: int = 0
     start: int = 0
     length: int | None = None
+    is_piece: bool = False
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape without the leading dim of 1 of a part."""
+        return self.shape[1:] if self.is_piece and len(self.shape) > 2 and self.shape[0] == 1 else self.shape
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, *columns = self.own_shape
+        return rows, prod(columns)
 
     @property
     def cost(self) -> int:
         """Multiplications of one Newton-Schulz iteration, up to a factor: three products of the smaller side."""
-        small, large = sorted(as_matrix(self.shape))
+        small, large = sorted(self.sides)
         return small * small * (2 * large + small)
 
     def rows(self, ranks: int, rank: int) -> range:
@@ -100,13 +117,6 @@ class Matrix:
 
 
 Cost = Callable[[Matrix], float]
-
-
-def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a shape of at least one dim. A leading dim of 1, of one expert of a stack, is left out."""
-    if len(shape) > 2 and shape[0] == 1:
-        shape = shape[1:]
-    return shape[0], prod(shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +216,10 @@ class OwnerPlan:
         return max((nbytes for bucket in self.buckets for nbytes in self._slots(bucket)), default=0)
 
     def peak_nbytes(self, rank: int, replica: int = 0) -> int:
-        """Return the bytes that a step of Muon allocates at most on a rank, beside the memory of the function itself.
+        """Return the bytes that an exchange allocates at most on a rank.
+
+        Not counted are the memory of the function itself; of Muon, two copies of the gradients whose updates are computed
+        together, of up to 16 MiB or one shard; the copies of a batch; and the exchange over a tensor-parallel axis.
 
         Up to three buckets of whole matrices are in memory at once: one arrives, one is computed, one leaves. This rank's
         shards of all matrices are there in the dtype of the messages, of other replicas' matrices as well, until all ranks
@@ -262,9 +275,13 @@ class OwnerPlan:
         held = [self.peak_nbytes(*place) for place in places]
         counts = [self.owners.count(owner) for owner in range(self.ranks * self.replicas)]
         where = f"{self.ranks} ranks" if self.replicas == 1 else f"{self.replicas} x {self.ranks} ranks"
+        work = ""
+        if self.costs == tuple(matrix.cost for matrix in self.matrices):  # of Newton-Schulz
+            most = max(self.loads) * _FLOPS
+            work = f": {most / 1e12:,.2f} Tflop of Newton-Schulz, about {most / H100 * 1e3:,.1f} ms on an H100"
         return (
             f"{len(self.matrices)} matrices on {where}, {min(counts)} to {max(counts)} each, in buckets: "
-            f"{len(self.buckets)}\nthe busiest rank computes {self.imbalance:.2f} times the mean\na rank sends at most "
+            f"{len(self.buckets)}\nthe busiest rank computes {self.imbalance:.2f} times the mean{work}\na rank sends at most "
             f"{max(sent) / 1e6:,.1f} MB per step, and allocates at most {max(held) / 1e6:,.1f} MB for it"
         )
 
@@ -304,8 +321,8 @@ def plan_owners(
     Example:
         >>> print(plan_owners([("up", (4096, 1024)), ("down", (1024, 4096)), ("out", (1024, 1024))], ranks=2))
         3 matrices on 2 ranks, 1 to 2 each, in buckets: 1
-        the busiest rank computes 1.14 times the mean
-        a rank sends at most 9.4 MB per step, and allocates at most 27.3 MB for it
+        the busiest rank computes 1.14 times the mean: 0.13 Tflop of Newton-Schulz, about 0.2 ms on an H100
+        a rank sends at most 9.4 MB per step, and allocates at most 28.3 MB for it
 
     Source: longest processing time first, Graham 1969 (doi 10.1137/0117039).
     """
@@ -375,4 +392,4 @@ def _buckets(
     return tuple(tuple(sorted(bucket)) for bucket in buckets)
 
 
-__all__ = ["Cost", "Matrix", "OwnerPlan", "as_matrix", "plan_owners"]
+__all__ = ["Cost", "Matrix", "OwnerPlan", "plan_owners"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.core import ShardAxis, ShardedParameter, Unit, logical_parameters, owner_of, replacement_of, resolve_mesh
+from fullshard.errors import StateError
 from fullshard.optim.owners import Matrix
 
 
@@ -83,6 +84,7 @@ class Piece:
         whole: with `across`, the matrix of all blocks, sharded over `across`; else `matrix`.
         cut: (dim, start, length) of the piece in this rank's shard; None for all of it.
         number: its number among the pieces of the parameter; None if the parameter is one matrix.
+        count: number of pieces of the parameter.
     """
 
     parameter: ShardedParameter
@@ -92,6 +94,7 @@ class Piece:
     whole: Matrix
     cut: tuple[int, int, int] | None
     number: int | None
+    count: int
 
     @property
     def name(self) -> str:
@@ -127,39 +130,29 @@ def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Pi
     assert unit is not None
     sharding, name = parameter.sharding, ".".join(filter(None, (unit.unit_name.name, parameter.name)))
     axis, shape, dim = sharding.axis, tuple(sharding.shape), sharding.dim
-    parallel_dim, across = _tensor_parallel(parameter, name)
-    block = range(shape[parallel_dim]) if parallel_dim is not None else range(0)
-    if across is not None and parallel_dim is not None:
-        rows = shape[parallel_dim] // across.ranks
-        block = block[across.rank * rows : (across.rank + 1) * rows]
+    blocks = _blocks_of(parameter, name)
+    cut_dim, ranges = (0, [range(shape[0])]) if how is None else (how.dim, how.ranges(shape, name=name))
     found: list[Piece] = []
-    cut_dim = 0 if how is None else how.dim
-    for number, piece in enumerate([range(shape[0])] if how is None else how.ranges(shape, name=name)):
-        title, place, over = f"{unit.global_id} {parameter.name}", piece, across
-        if how is not None:
-            title += f"[{': ,' * cut_dim}{piece.start}:{piece.stop}]"
-        if over is not None and cut_dim == parallel_dim and how is not None:
-            if piece.stop <= block.start or block.stop <= piece.start:
-                continue  # in the block of another rank
-            if piece.start < block.start or block.stop < piece.stop:
-                raise ValueError(
-                    f"Rows {piece.start} to {piece.stop} of dim {cut_dim} of parameter '{name}' are one piece, but tensor "
-                    f"parallelism cuts it at {block.start if piece.start < block.start else block.stop}. Choose pieces that "
-                    "lie in one block each."
-                )
-            place, over = range(piece.start - block.start, piece.stop - block.start), None  # the block has the whole piece
-        whole_shape = _with_length(shape, cut_dim, len(piece))
-        own_shape = whole_shape if over is None or parallel_dim is None else _with_length(whole_shape, parallel_dim, len(block))
-        cut, start, length = None, 0, None
-        if how is not None and cut_dim == dim:
-            start, length = place.start, sharding.local_shape[dim]
-        matrix = Matrix(title, own_shape, dim, start, length)
-        if how is not None:
-            rows_here = matrix.rows(axis.ranks, axis.rank)
-            offset = max(0, place.start - sharding.extent.start) if cut_dim == dim else place.start
-            cut = (cut_dim, offset if rows_here or cut_dim != dim else 0, len(rows_here) if cut_dim == dim else len(place))
-        whole = matrix if over is None or parallel_dim is None else Matrix(title, whole_shape, parallel_dim)
-        found.append(Piece(parameter, unit, matrix, over, whole, cut, None if how is None else number))
+    for number, rows in enumerate(ranges):
+        title, is_all, across = f"{unit.global_id} {parameter.name}", len(rows) == shape[cut_dim], blocks
+        whole_shape = _with_length(shape, cut_dim, len(rows))
+        if not is_all:
+            title += f"[{': ,' * cut_dim}{rows.start}:{rows.stop}]"
+            if blocks is not None and blocks.dim == cut_dim:  # the block has the whole piece, or nothing of it
+                if not blocks.contains(rows, name=name):
+                    continue
+                rows, across = range(rows.start - blocks.own.start, rows.stop - blocks.own.start), None
+        own_shape = whole_shape if across is None else _with_length(whole_shape, across.dim, len(across.own))
+        if is_all or cut_dim != dim:
+            matrix = Matrix(title, own_shape, dim, is_piece=how is not None)
+            cut = None if is_all else (cut_dim, rows.start, len(rows))
+        else:
+            matrix = Matrix(title, own_shape, dim, rows.start, sharding.local_shape[dim], is_piece=True)
+            here = len(matrix.rows(axis.ranks, axis.rank))
+            cut = dim, max(0, rows.start - sharding.extent.start) if here else 0, here
+        whole = matrix if across is None else Matrix(title, whole_shape, across.dim, is_piece=how is not None)
+        over = None if across is None else across.axis
+        found.append(Piece(parameter, unit, matrix, over, whole, cut, None if how is None else number, len(ranges)))
     return found
 
 
@@ -167,8 +160,37 @@ def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]
     return (*shape[:dim], length, *shape[dim + 1 :])
 
 
-def _tensor_parallel(parameter: ShardedParameter, name: str) -> tuple[int | None, ShardAxis | None]:
-    """Return the dim that tensor parallelism shards, and the axis it shards over; (None, None) if it shards none."""
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks of a parameter under tensor parallelism.
+
+    Attributes:
+        dim: the dim that is sharded.
+        axis: the tensor-parallel axis.
+        own: the rows of this rank's block along `dim`.
+    """
+
+    dim: int
+    axis: ShardAxis
+    own: range
+
+    def contains(self, rows: range, *, name: str) -> bool:
+        """Return True if this rank's block has all rows, False if it has none.
+
+        Raises:
+            ValueError: on all ranks, if no block has all of them. `name`: the parameter.
+        """
+        size = len(self.own)
+        if rows.start // size != (rows.stop - 1) // size:
+            raise ValueError(
+                f"Rows {rows.start} to {rows.stop} of dim {self.dim} of parameter '{name}' are one piece, but tensor "
+                f"parallelism cuts it at {(rows.start // size + 1) * size}. Choose pieces that lie in one block each."
+            )
+        return rows.start in self.own
+
+
+def _blocks_of(parameter: ShardedParameter, name: str) -> _Blocks | None:
+    """Return the blocks of a parameter; None if tensor parallelism does not shard it."""
     sharding = parameter.sharding
     found = [
         (index, sharding.placements[index].dim)  # type: ignore[attr-defined]
@@ -176,15 +198,16 @@ def _tensor_parallel(parameter: ShardedParameter, name: str) -> tuple[int | None
         if _torch.is_shard(sharding.placements[index]) and sharding.mesh.size(index) > 1
     ]
     if not found:
-        return None, None
+        return None
     (index, dim), *others = found
     size, length = sharding.mesh.size(index), sharding.shape[dim]
     if others or length % size:
         why = f"over {len(found)} tensor-parallel axes" if others else f"unevenly: {length} rows over {size} ranks"
         raise ValueError(f"Whole matrices of parameter '{name}' are not supported: tensor parallelism shards it {why}.")
-    names = sharding.mesh.mesh_dim_names
+    names, rows = sharding.mesh.mesh_dim_names, length // size
     assert names is not None
-    return dim, resolve_mesh(sharding.mesh[names[index]])
+    axis = resolve_mesh(sharding.mesh[names[index]])
+    return _Blocks(dim, axis, range(axis.rank * rows, (axis.rank + 1) * rows))
 
 
 class Splits:
@@ -216,9 +239,22 @@ class Splits:
             pieces_of(logical, pieces)
             self._pieces.append((tensor, pieces))
 
+    def check_sharded(self, doing: str) -> None:
+        """Raise StateError if a split parameter is no longer sharded. `doing`: the call."""
+        for tensor, _ in self._pieces:
+            if not logical_parameters([current(tensor)]):
+                raise StateError(
+                    f"{doing}: a parameter of shape {tuple(tensor.shape)} is split, and no longer sharded. Call fully_shard() "
+                    "again, or make a new optimizer of its pieces."
+                )
+
     def of(self, parameter: ShardedParameter) -> Pieces | None:
         """Return how a parameter is split; None for one matrix."""
         return next((pieces for tensor, pieces in self._pieces if current(tensor) is parameter.sharded), None)
+
+    def of_plain(self, tensor: Tensor) -> Pieces | None:
+        """Return how a parameter is split that undo() put in the place of a sharded one; None for one matrix."""
+        return next((pieces for key, pieces in self._pieces if current(key) is tensor), None)
 
 
 def current(tensor: Tensor) -> Tensor:

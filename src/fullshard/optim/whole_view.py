@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from operator import is_
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters, to_local
+from fullshard.core import ShardedParameter, logical_parameters, owner_of, to_local
 from fullshard.errors import StateError
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
@@ -24,11 +26,14 @@ from fullshard.optim.matrix_owners import by_mesh, exchange_of, plan_of
 from fullshard.optim.muon import is_muon
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, OwnerPlan
-from fullshard.optim.pieces import Piece, Split, Splits, pieces_of
+from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
+
+_ROUNDING = 1e-2  # how far two right steps of one parameter may be apart, relative to the step
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _VIEW = "_fullshard_whole_view"  # attribute of an optimizer: its _WholeView
+CACHE = "_fullshard_stepper"  # attribute of an optimizer: what optimizer_hooks.py knows of its steps
 _SPLITS = "_fullshard_splits"  # attribute of a Muon: how its matrices are split
 
 
@@ -40,8 +45,10 @@ def whole_view(
     For optimizers that compute with a parameter as a whole, as Shampoo, SOAP or LAMB. Each parameter has an owner. In a step
     its gradient and weight travel there, the optimizer's own `step` runs on the owner with plain Parameters, and the new
     weight travels back. The states of a parameter, factors of any shape among them, are on its owner only. The optimizer must
-    compute each parameter from this parameter, its gradient, its state and the options alone. One that combines several, as
-    Prodigy does in its estimate of the distance, raises an error, since its options would differ between ranks.
+    compute each parameter from this parameter, its gradient, its state and the options alone. One that combines several raises
+    an error as soon as its options differ between ranks, as Prodigy's estimate of the distance does, or as a parameter steps
+    otherwise alone than with others, as with clipping by the norm of all gradients. The latter is tried with one parameter in
+    the steps 1, 2, 4, 8 and so on.
 
     Outside of the step, `param_groups` hold the sharded parameters as before, so clipping, GradScaler and schedulers work
     unchanged. `state_dict()` has the states of the own parameters on each rank. torch.distributed.checkpoint saves them all,
@@ -80,6 +87,7 @@ def whole_view(
         if cost is not None:
             raise ValueError(f"whole_view knows what Newton-Schulz costs, so {name} takes no cost.")
         optimizer.__dict__[_SPLITS] = splits
+        optimizer.__dict__.pop(CACHE, None)
         return optimizer
     if is_element_wise(optimizer) or is_viewed(optimizer):
         raise ValueError(f"{name} is element-wise: it steps shards, faster, and needs no whole_view.")
@@ -109,10 +117,9 @@ def has_whole_view(optimizer: Optimizer) -> bool:
     return _VIEW in optimizer.__dict__
 
 
-def splits_of(optimizer: Optimizer) -> Splits:
-    """Return how the matrices of a Muon are split."""
-    found: Splits | None = optimizer.__dict__.get(_SPLITS)
-    return Splits(None, ()) if found is None else found
+def splits_of(optimizer: Optimizer) -> Splits | None:
+    """Return how the matrices of a Muon are split; None if each is one."""
+    return optimizer.__dict__.get(_SPLITS)
 
 
 class _Mesh:
@@ -128,6 +135,10 @@ class _Mesh:
             plan, pieces = self.plan.only(indices), [self.pieces[index] for index in indices]
             self._known = indices, exchange_of(pieces, plan, self._dtype, self._doing)
         return self._known[1]
+
+
+class _Tried(Exception):
+    """Ends a trial of a step, so that everything is undone."""
 
 
 class _Undo:
@@ -170,9 +181,12 @@ class _WholeView:
         self._splits, self._cost, self._restorable = splits, cost, restorable
         self._members: list[list[Any]] = []  # the `params` of the optimizer's groups
         self._logical: list[ShardedParameter] = []
+        self._dtypes: list[torch.dtype] = []  # of their shards
         self._meshes: list[_Mesh] = []
         self._plain: dict[int, nn.Parameter] = {}  # the whole parameter inside the step, by id of its piece
         self._loaded = False  # True between a load and the next step
+        self._has_stepped = False  # True if there may be states, on this rank or on others
+        self._count = 0  # steps so far
         self.broken = ""  # why a step cannot follow, if one failed halfway
 
     @property
@@ -182,50 +196,91 @@ class _WholeView:
 
     def note_loaded(self) -> None:
         """Note that a state dict was loaded."""
-        self._loaded, self.broken = True, ""
+        self._loaded, self._has_stepped, self.broken = True, True, ""
 
-    def step(self, optimizer: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `step`, the function of the optimizer's class, on whole parameters. Collective."""
+    def step(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        """Run `step`, which calls the function of the optimizer's class, on whole parameters. Collective."""
         if self.broken:
             raise StateError(f"{self._doing} {self.broken}")
         self._list_pieces(optimizer)
-        if self._loaded:
-            self._check_states(optimizer)
-        with torch.no_grad(), ExitStack() as reporting:
+        unit = owner_of(self._logical[0]) if self._logical else None
+        with torch.no_grad(), nullcontext() if unit is None else unit.runtime.communicator.reporting_exceptions(self._doing):
+            if self._loaded:
+                self._check_states(optimizer)
+            try:
+                return self._step(optimizer, step)
+            except BaseException as failure:
+                if not self._restorable:
+                    self.broken = (
+                        f"failed before ({type(failure).__name__}), and restorable=False kept no copy of the states. Load a "
+                        "checkpoint's optimizer state."
+                    )
+                raise
+
+    def _step(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+        with ExitStack() as calls:
             used = []
             for mesh in self._meshes:
                 indices = [i for i, piece in enumerate(mesh.pieces) if piece.parameter.sharded.grad is not None]
                 if indices:
                     exchange = mesh.exchange(indices)
-                    reporting.enter_context(exchange.call())
+                    calls.enter_context(exchange.call())
                     used.append((exchange, [mesh.pieces[index] for index in indices]))
             owned = [(pieces[index], *each) for exchange, pieces in used for index, each in _arrived(exchange, pieces).items()]
+            self._count += 1
+            tries = self._count & (self._count - 1) == 0 and not all(exchange.is_alone for exchange, _ in used)
+            combines = tries and self._combines(optimizer, owned, step)
             with self._inside(optimizer, owned):
                 before = _numbers(optimizer)
-                result = step(optimizer, *args, **kwargs)
+                result = step()
                 stepped = {id(piece): self._plain[id(piece)].detach().view(piece.whole.shape) for piece, _, _ in owned}
                 parts = [
                     exchange.to_shards({index: stepped[id(pieces[index])] for index in exchange.owned})
                     for exchange, pieces in used
                 ]
                 now = _numbers(optimizer)
-                changed = repr([(key, value) for key, value in now.items() if before.get(key, before) != value]).encode()
-                confirmed = [exchange.confirm(changed) for exchange, _ in used]
-                if not all(confirmed):
+                changed = repr([(key, value) for key, value in now.items() if before.get(key, before) != value])
+                # A rank that found a combination sends what no other rank does.
+                told = f"{changed} {dist.get_rank()}" if combines else changed
+                confirmed = [exchange.confirm(told.encode()) for exchange, _ in used]
+                if not all(confirmed) or combines:
                     raise StateError(
-                        f"{self._doing}: the options of {type(optimizer).__name__} differ between ranks after the step. It "
-                        "combines several parameters, of which each rank has its own; whole_view() is for optimizers that "
-                        "compute each parameter alone."
+                        f"{self._doing}: the options of {type(optimizer).__name__} differ between ranks after the step, or a "
+                        "parameter alone would have stepped otherwise. It combines several parameters, of which each rank has "
+                        "its own; whole_view() is for optimizers that compute each parameter alone. Turn off what combines "
+                        "them, as clipping by the norm of all gradients, and do it before the step."
                     )
             for (_, pieces), results in zip(used, parts):
                 for piece, part in zip(pieces, results):
                     piece.part(piece.parameter.local).copy_(part)
                     # Every parameter has a state, as torch.distributed.checkpoint expects: an empty one if others own it.
                     optimizer.state.setdefault(piece.parameter.sharded, {})
+        self._has_stepped = True
         return result
 
+    def _combines(self, optimizer: Any, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]) -> bool:
+        """Return True if a parameter steps otherwise alone than with all that this rank owns. Neither step counts.
+
+        Tried in the first step, the second, the fourth and so on, with the first parameter of several.
+        """
+        if len(owned) < 2:
+            return False
+        found: list[Tensor] = []
+        for some in (owned[:1], owned):
+            copies = [(piece, weight.clone(), grad.clone()) for piece, weight, grad in some]
+            with torch.random.fork_rng([weight.device for _, weight, _ in copies[:1] if weight.device.type == "cuda"]):
+                with suppress(_Tried), self._inside(optimizer, copies, is_trial=True):
+                    step()
+                    found.append(self._plain[id(owned[0][0])].detach() - owned[0][1])
+                    raise _Tried
+        alone, together = found
+        # Kernels of several tensors may round otherwise than those of one.
+        return bool((alone - together).norm() > _ROUNDING * together.norm())
+
     @contextmanager
-    def _inside(self, optimizer: Optimizer, owned: list[tuple[Piece, Tensor, Tensor]]) -> Iterator[None]:
+    def _inside(
+        self, optimizer: Optimizer, owned: list[tuple[Piece, Tensor, Tensor]], *, is_trial: bool = False
+    ) -> Iterator[None]:
         """A block in which the optimizer has the whole parameters of this rank. If it raises, states and options are undone."""
         outside, groups = optimizer.state, optimizer.param_groups
         sharded = {id(parameter.sharded) for parameter in self._logical}
@@ -240,7 +295,7 @@ class _WholeView:
             if state := _state_of(outside, piece):
                 inside[plain] = state
         others = [one for listed in self._members for one in listed if id(one) not in sharded and one.grad is not None]
-        undo = _Undo(optimizer, inside, others) if self._restorable else None
+        undo = _Undo(optimizer, inside, others) if self._restorable or is_trial else None
         for group, members in zip(groups, self._members):
             group["params"] = [one for member in members for one in by_parameter.get(id(member), [])] + [
                 member for member in members if id(member) not in sharded
@@ -248,13 +303,8 @@ class _WholeView:
         optimizer.state = inside
         try:
             yield
-        except BaseException as failure:
-            if undo is None:
-                self.broken = (
-                    f"failed before ({type(failure).__name__}), and restorable=False kept no copy of the states. Load a "
-                    "checkpoint's optimizer state."
-                )
-            else:
+        except BaseException:
+            if undo is not None:
                 inside = undo.run()
             raise
         finally:
@@ -273,16 +323,18 @@ class _WholeView:
         members = [list(group["params"]) for group in optimizer.param_groups]
         # Scalars are replicated, so every rank steps them.
         logical = [one for one in logical_parameters(p for listed in members for p in listed) if one.shape]
-        same = len(logical) == len(self._logical) and all(map(is_, logical, self._logical))
+        self._splits.check_sharded(self._doing)
+        dtypes = [one.local.dtype for one in logical]  # which a cast of the model changes
+        same = len(logical) == len(self._logical) and all(map(is_, logical, self._logical)) and dtypes == self._dtypes
         self._members = members
         if same:
             return
-        if self._logical and any(optimizer.state.values()):
-            self._check_same_parameters(logical)
+        if self._has_stepped:
+            self._check_still_sharded()
         found: dict[torch.dtype, list[Piece]] = {}
         for parameter in logical:
             found.setdefault(parameter.local.dtype, []).extend(pieces_of(parameter, self._splits.of(parameter)))
-        self._logical, self._plain = logical, {}
+        self._logical, self._dtypes, self._plain = logical, dtypes, {}
         self._meshes = [
             _Mesh([pieces[index] for index in indices], dtype, self._cost, self._doing)
             for dtype, pieces in found.items()
@@ -290,34 +342,42 @@ class _WholeView:
         ]
         self._loaded = True
 
-    def _check_same_parameters(self, logical: list[ShardedParameter]) -> None:
-        """Raise StateError if parameters that have states on their owners are no longer sharded."""
-        now = {id(parameter.sharded) for parameter in logical}
-        gone = [parameter for parameter in self._logical if id(parameter.sharded) not in now]
-        if gone:
-            raise StateError(
-                f"{self._doing}: parameter '{gone[0].name}' is no longer sharded, and its state is on its owner only. Save a "
-                "checkpoint before undo(), and load it into a new optimizer."
-            )
+    def _check_still_sharded(self) -> None:
+        """Raise StateError on all ranks if parameters that may have states on their owners are no longer sharded."""
+        for parameter in self._logical:
+            if not logical_parameters([current(parameter.sharded)]):
+                raise StateError(
+                    f"{self._doing}: parameter '{parameter.name}' is no longer sharded, and its state is on its owner only. "
+                    "Save a checkpoint before undo(), and load it into a new optimizer."
+                )
 
     def _check_states(self, optimizer: Optimizer) -> None:
         """Drop states of pieces that other ranks own. Raise StateError on all ranks if an owner lacks one. Collective."""
+        told: list[str] = []
         for mesh in self._meshes:
             exchange = mesh.exchange(list(range(len(mesh.pieces))))
             owned = set(exchange.owned)
             here = torch.tensor([bool(_state_of(optimizer.state, piece)) for piece in mesh.pieces], dtype=torch.uint8)
             mine = torch.tensor([index in owned for index in range(len(mesh.pieces))], dtype=torch.uint8)
+            other = torch.tensor([_is_of_another_split(optimizer.state, piece) for piece in mesh.pieces], dtype=torch.uint8)
             with exchange.call():
-                found = exchange.maximum(torch.stack([here, here * mine]))
-            for index in (found[0] > found[1]).nonzero().flatten().tolist():
-                raise StateError(
-                    f"{self._doing}: there is a state of parameter '{mesh.pieces[index].name}', but not on its owner. Load "
-                    "states by torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all "
-                    "parameters on all ranks, and add all parameter groups before the first step."
+                found = exchange.maximum(torch.stack([here, here * mine, other]))
+            for index in found[2].nonzero().flatten().tolist():
+                told.append(
+                    f"the states of parameter '{mesh.pieces[index].name}' are of another split. Load them with the split with "
+                    "which they were saved."
                 )
-            for index, piece in enumerate(mesh.pieces):
+            for index in (found[0] > found[1]).nonzero().flatten().tolist():
+                told.append(
+                    f"there is a state of parameter '{mesh.pieces[index].name}', but not on its owner. Load states by "
+                    "torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all parameters on "
+                    "all ranks, and add all parameter groups before the first step."
+                )
+            for index, piece in enumerate(mesh.pieces if not told else ()):
                 if index not in owned:
                     _set_state(optimizer.state, piece, None)
+        if told:
+            raise StateError(f"{self._doing}: {told[0]}")
         self._loaded = False
 
 
@@ -365,6 +425,13 @@ def _state_of(states: Any, piece: Piece) -> Any:
     return state if piece.number is None or state is None else state.get(str(piece.number))
 
 
+def _is_of_another_split(states: Any, piece: Piece) -> bool:
+    """Return True if the state of a parameter has entries of pieces that it does not have."""
+    state = states.get(piece.parameter.sharded) or {}
+    numbered = {key for key, value in state.items() if isinstance(key, str) and key.isdigit() and isinstance(value, dict)}
+    return bool(numbered if piece.number is None else state.keys() - {str(number) for number in range(piece.count)})
+
+
 def _set_state(states: Any, piece: Piece, state: Any) -> None:
     """Set the state of a piece, or remove it with None."""
     key = piece.parameter.sharded
@@ -396,15 +463,19 @@ def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     step: Any = type(optimizer).step
     # Without torch's wrapper, which runs the step hooks: `_HOOKED_STEP` runs them already, around `_step`.
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    closure = args[0] if args else kwargs.get("closure")
-    if callable(closure):
-        # Before the parameters of the step take the place of the sharded ones, which forward and backward need.
-        with torch.enable_grad():
-            loss = closure()
-        once = _once(loss, type(optimizer).__name__)
-        args, kwargs = ((once, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": once})
     view: _WholeView = optimizer.__dict__[_VIEW]
-    return view.step(optimizer, step, args, kwargs)
+    closure = args[0] if args else kwargs.get("closure")
+    if not callable(closure):
+        return view.step(optimizer, partial(step, optimizer, *args, **kwargs))
+    # Before the parameters of the step take the place of the sharded ones, which forward and backward need.
+    with torch.enable_grad():
+        loss = closure()
+
+    def with_loss() -> Any:
+        once = _once(loss, type(optimizer).__name__)
+        return step(optimizer, once, *args[1:], **kwargs) if args else step(optimizer, **{**kwargs, "closure": once})
+
+    return view.step(optimizer, with_loss)
 
 
 def _once(loss: Any, name: str) -> Callable[[], Any]:
@@ -422,4 +493,4 @@ def _once(loss: Any, name: str) -> Callable[[], Any]:
 # torch's wrapper runs the step hooks around `_step`, so hooks see sharded parameters. `hooked` stops torch from wrapping again.
 _HOOKED_STEP = Optimizer.profile_hook_step(_step)
 
-__all__ = ["has_whole_view", "splits_of", "whole_view"]
+__all__ = ["CACHE", "has_whole_view", "splits_of", "whole_view"]
