@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from types import MethodType
@@ -141,6 +142,20 @@ class _Tried(Exception):
     """Ends a trial of a step, so that everything is undone."""
 
 
+@dataclass(frozen=True, slots=True)
+class _StepAlone:
+    """Step of one parameter without others."""
+
+    piece: Piece
+    before: Tensor  # the weight
+    change: Tensor  # of the weight
+
+    def agrees(self, plain: dict[int, nn.Parameter]) -> bool:
+        """Return True if the parameter changed alike with all others, up to rounding of kernels that take several tensors."""
+        change = plain[id(self.piece)].detach() - self.before
+        return not (self.change - change).norm() > _ROUNDING * change.norm()  # True also for NaN
+
+
 class _Undo:
     """States, options and counters of an optimizer before a step, and the weights of its parameters that are not sharded."""
 
@@ -228,8 +243,9 @@ class _WholeView:
                     used.append((exchange, [mesh.pieces[index] for index in indices]))
             owned = [(pieces[index], *each) for exchange, pieces in used for index, each in _arrived(exchange, pieces).items()]
             self._count += 1
-            tries = self._count & (self._count - 1) == 0 and not all(exchange.is_alone for exchange, _ in used)
-            combines = tries and self._combines(optimizer, owned, step)
+            alone = None
+            if self._count & (self._count - 1) == 0 and len(owned) > 1 and not all(exchange.is_alone for exchange, _ in used):
+                alone = self._first_alone(optimizer, owned, step)
             with self._inside(optimizer, owned):
                 before = _numbers(optimizer)
                 result = step()
@@ -240,6 +256,7 @@ class _WholeView:
                 ]
                 now = _numbers(optimizer)
                 changed = repr([(key, value) for key, value in now.items() if before.get(key, before) != value])
+                combines = alone is not None and not alone.agrees(self._plain)
                 # A rank that found a combination sends what no other rank does.
                 told = f"{changed} {dist.get_rank()}" if combines else changed
                 confirmed = [exchange.confirm(told.encode()) for exchange, _ in used]
@@ -258,24 +275,17 @@ class _WholeView:
         self._has_stepped = True
         return result
 
-    def _combines(self, optimizer: Any, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]) -> bool:
-        """Return True if a parameter steps otherwise alone than with all that this rank owns. Neither step counts.
-
-        Tried in the first step, the second, the fourth and so on, with the first parameter of several.
-        """
-        if len(owned) < 2:
-            return False
-        found: list[Tensor] = []
-        for some in (owned[:1], owned):
-            copies = [(piece, weight.clone(), grad.clone()) for piece, weight, grad in some]
-            with torch.random.fork_rng([weight.device for _, weight, _ in copies[:1] if weight.device.type == "cuda"]):
-                with suppress(_Tried), self._inside(optimizer, copies, is_trial=True):
-                    step()
-                    found.append(self._plain[id(owned[0][0])].detach() - owned[0][1])
-                    raise _Tried
-        alone, together = found
-        # Kernels of several tensors may round otherwise than those of one.
-        return bool((alone - together).norm() > _ROUNDING * together.norm())
+    def _first_alone(self, optimizer: Any, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]) -> _StepAlone:
+        """Return how the first of these parameters steps without the others, which is undone again."""
+        places = {id(member): place for place, member in enumerate(m for listed in self._members for m in listed)}
+        piece, weight, grad = min(owned, key=lambda one: places[id(one[0].parameter.sharded)])
+        before = weight.clone()
+        with torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []), suppress(_Tried):
+            with self._inside(optimizer, [(piece, weight.clone(), grad.clone())], is_trial=True):
+                step()
+                found = self._plain[id(piece)].detach() - before
+                raise _Tried
+        return _StepAlone(piece, before, found)
 
     @contextmanager
     def _inside(
