@@ -297,6 +297,8 @@ def test_mistakes_are_told_before_anything_is_sent(world: World) -> None:
         MatrixOwners(found, split={found[0]: Pieces(2, dim=2)})
     with pytest.raises(ValueError, match="at least 1"):
         Pieces((0, 3))
+    with pytest.raises(ValueError, match="at least 1, got 2.5"):
+        MatrixOwners(found, split={found[0]: 2.5})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="as keys of split, got a Parameter that is not sharded"):
         MatrixOwners(found, split={nn.Parameter(torch.ones(2, 2)): 2})
     with pytest.raises(ValueError, match="as keys of split, got of other parameters"):
@@ -779,8 +781,9 @@ def test_what_whole_view_does_not_take(world: World) -> None:
         whole_view(nn.Linear(2, 2))  # type: ignore[type-var]
     with pytest.raises(ValueError, match="AdamW is element-wise"):
         whole_view(torch.optim.AdamW(sharded.parameters()))
-    with pytest.raises(ValueError, match="takes no cost"):
-        whole_view(torch.optim.Muon(matrices(sharded)), cost=lambda matrix: 1.0)
+    for option in ({"cost": lambda matrix: 1.0}, {"restorable": False}):
+        with pytest.raises(ValueError, match="Expected no cost and no restorable for Muon"):
+            whole_view(torch.optim.Muon(matrices(sharded)), **option)
     with pytest.raises(ValueError, match="LBFGS keeps its parameters in its attribute '_params'"):
         whole_view(torch.optim.LBFGS(sharded.parameters()))
     scheduled = Shampoo(sharded.parameters())

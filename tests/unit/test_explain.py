@@ -30,6 +30,7 @@ from fullshard.foresight.owners import owner_step
 from fullshard.foresight.picture import PHASES
 from fullshard.foresight.program import Await, Launch, Program
 from fullshard.foresight.trace import Allocated, Op
+from fullshard.optim.owners import H100
 
 DIM, DEPTH = 128, 4
 
@@ -345,8 +346,22 @@ def test_muon_has_a_momentum_for_matrices_and_the_states_of_adamw_for_the_rest()
         ({"engine": "fsdp2"}, "engine='fsdp2'"),
         ({"tensor_parallel": 2, "parallelize": lambda model, mesh: None}, "tensor_parallel"),
     ):
-        with pytest.raises(ValueError, match=f"optimizer='muon' does not support {name}"):
+        with pytest.raises(ValueError, match=f"Expected optimizer='muon' without {name}"):
             explain(optimizer="muon", **options)
+
+
+def test_muon_of_matrices_only_and_of_none() -> None:
+    told = {"batch": torch.empty(4, 64), "world": 8, "loss": torch.sum, "optimizer": "muon"}
+    matrices = fullshard.explain(lambda: nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), **told)
+    assert [message.kind for message in matrices.messages].count("all_to_all") == 2
+    none = fullshard.explain(lambda: nn.LayerNorm(64), **told)
+    adamw = fullshard.explain(lambda: nn.LayerNorm(64), **{**told, "optimizer": "adamw"})
+    assert none.messages == adamw.messages and none.peak == adamw.peak
+
+
+def test_the_speed_that_a_plan_prints_is_that_of_explain() -> None:
+    gpu = GPUS["h100-sxm"]
+    assert gpu.peak(torch.bfloat16) * gpu.matmul == pytest.approx(H100, rel=1e-2)
 
 
 def test_muon_of_offloaded_shards_computes_on_the_device_and_copies_both_ways() -> None:

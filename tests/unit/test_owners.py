@@ -147,6 +147,9 @@ def test_a_cost_of_ones_own_and_wider_messages() -> None:
     plan = plan_owners(shapes, 2, cost=lambda matrix: float(matrix.shape[0]), itemsize=4)
     assert plan.owners == (0, 1, 1) and plan.loads == (64.0, 16.0)
     assert plan.sent_nbytes(0) == 2 * plan_owners(shapes, 2, cost=lambda matrix: float(matrix.shape[0])).sent_nbytes(0)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="Expected a finite cost of at least 0 for matrix 'a'"):
+            plan_owners(shapes, 2, cost=lambda matrix, wrong=wrong: wrong)
     with pytest.raises(ValueError, match="itemsize"):
         plan_owners(shapes, 2, itemsize=0)
 

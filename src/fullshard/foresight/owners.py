@@ -59,6 +59,8 @@ class OwnerStep:
             for plan, dtypes in zip(self.plans, self.dtypes)
             for matrix, dtype in zip(plan.matrices, dtypes)
         ]
+        if not listed:
+            return
         if on_host:
             copy_over("to_host", sum(prod(shape) for shape, _, _ in listed) * WIRE.itemsize, program)
         replay_element_wise(self._writing(listed), ledger, program, on_host=on_host)
@@ -240,7 +242,7 @@ def replay_element_wise(events: Sequence[Event], ledger: Ledger, program: Progra
 
 
 def copy_over(kind: str, nbytes: int, program: Program) -> None:
-    """Record a copy between host and device, for which the compute stream waits."""
+    """Record a copy between host and device, and the wait of the compute stream for it."""
     launch = Launch("gather", "", messages=[Message(kind, WIRE, nbytes, 1)])
     program.instructions += [launch, Await(launch)]
 

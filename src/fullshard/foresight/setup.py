@@ -115,7 +115,7 @@ class TracedModel:
         }
         if any(unsupported.values()):
             names = ", ".join(name for name, is_set in unsupported.items() if is_set)
-            raise ValueError(f"optimizer='muon' does not support {names} in explain(). Leave out one of them.")
+            raise ValueError(f"Expected optimizer='muon' without {names}. Pass another optimizer, or leave out {names}.")
         names_of = parameter_names(self.model, (one.name for one in shards))
         taken = {names_of[parameter] for parameter in matrices_of(self.model).matrices}
         key = muon_with_adamw, tuple(shards), arguments.accelerator
@@ -126,7 +126,9 @@ class TracedModel:
                     matrix = Matrix(one.name, one.whole, one.dim)
                     meshes.setdefault((one.ranks, one.replicas), []).append((matrix, one.dtype))
             rest = tuple((one.shape, one.dtype) for one in shards if one.name not in taken)
-            adamw, muon = optimizer_step(torch.optim.AdamW, rest, accelerator=arguments.accelerator), owner_step(meshes)
+            adamw, muon = OptimizerStep((), (), ()), owner_step(meshes)
+            if rest:
+                adamw = optimizer_step(torch.optim.AdamW, rest, accelerator=arguments.accelerator)
             self.steps[key] = replace(adamw, states=(*muon.states, *adamw.states), owners=muon)
         return self.steps[key]
 

@@ -47,11 +47,12 @@ def exchange_of(
 class Exchanges:
     """The exchanges of one caller, by mesh. An exchange is planned anew if its matrices are others than in the call before."""
 
-    __slots__ = ("_batched", "_cost", "_doing", "_dtype", "_known")
+    __slots__ = ("_batched", "_cost", "_doing", "_dtype", "_groups", "_known")
 
     def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
         self._doing, self._dtype, self._cost, self._batched = doing, dtype, cost, batched
         self._known: dict[tuple[object, ...], tuple[list[Piece], OwnerExchange]] = {}
+        self._groups: tuple[list[Piece], list[list[int]]] = [], []  # the pieces of the last call, and their indices by mesh
 
     def run(self, pieces: Sequence[Piece], fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of the function's result for each piece. Collective.
@@ -64,7 +65,9 @@ class Exchanges:
         results: list[Tensor] = [torch.empty(0)] * len(pieces)
         with ExitStack() as calls:
             used = []
-            for indices in by_mesh(pieces):
+            if len(pieces) != len(self._groups[0]) or any(map(is_not, pieces, self._groups[0])):
+                self._groups = list(pieces), by_mesh(pieces)
+            for indices in self._groups[1]:
                 exchange = self._exchange_of([pieces[index] for index in indices])
                 calls.enter_context(exchange.call())
                 used.append(exchange)
@@ -77,7 +80,7 @@ class Exchanges:
 
                 for index, part in zip(indices, exchange.run(send, on_owner)):
                     results[index] = part
-            # Behind all of them: ranks of one mesh wait for those that are still in the exchange of another one.
+            # Only now, since another rank may still be in the exchange of another mesh.
             for exchange in used:
                 exchange.confirm()
         return results

@@ -74,7 +74,7 @@ class MuonStep:
         self._pieces = {one: self._pieces[one] for one in parameters if one in self._pieces}
 
     def begin_step(self) -> None:
-        """Forget what a step noted that raised before its end."""
+        """Clear the notes of the step before, which may have raised."""
         self._members, self._rest, self._new = [], [], []
 
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:

@@ -28,7 +28,7 @@ tensors of the same shapes."""
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """Tensor parallelism: what the owners have are blocks of matrices, which their tensor-parallel ranks exchange in turn.
+    """Tensor parallelism: owners have blocks of matrices, and exchange them over the tensor-parallel axis.
 
     Attributes:
         axis: the tensor-parallel axis.
@@ -235,7 +235,7 @@ class OwnerExchange:
         """Return the element-wise maximum of small tensors over all ranks. Collective."""
         return tensor if self.is_alone else self._agreement.maximum(tensor)
 
-    # --- what the owner does ---
+    # --- work of the owner ---
 
     def _compute(self, number: int, slot: Tensor, function: OnOwner) -> None:
         """Replace the whole matrices of a bucket, of which `slot` has the parts, by the function's results."""
@@ -346,7 +346,7 @@ class OwnerExchange:
         return received, self._send(received, sent, route.part_sizes, route.sizes, "matrices to their owners")
 
     def _results(self, every: Tensor) -> list[Tensor]:
-        """Return this rank's part of each result; with replicas, all-gather those of the other ones before."""
+        """Return this rank's part of each result, after the all-gather over replicas."""
         plan = self.plan
         slots = [every[replica * self._most :][: self._most] for replica in range(plan.replicas)]
         if plan.replicas > 1 and self._most:
@@ -417,7 +417,7 @@ def _of(route: _Route, own: Tensor) -> Tensor:
 
 
 def _filling(route: _Route, blocks: Mapping[int, Tensor]) -> Fill:
-    """Return a function that writes blocks into a message, by the numbers of their matrices among those of a bucket."""
+    """Return a function that writes blocks of a bucket into a message, by their numbers in `route.owned`."""
 
     def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
         copy_into(places, [blocks[route.owned[number]] for number in numbers])

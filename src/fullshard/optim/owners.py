@@ -6,7 +6,7 @@ import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from fullshard.core import Extent
@@ -63,7 +63,7 @@ class Matrix:
         return small * small * (2 * large + small)
 
     def rows(self, ranks: int, rank: int) -> range:
-        """Return the rows of the matrix, along `dim`, that one rank has.
+        """Return the rows of one rank's shard of the matrix, along `dim`.
 
         Args:
             ranks: number of ranks over which the parameter is sharded.
@@ -316,7 +316,7 @@ def plan_owners(
         The plan.
 
     Raises:
-        ValueError: if a matrix has not two dims, or a number is less than 1.
+        ValueError: if a matrix has not two dims, a cost is negative or not finite, or a number is less than 1.
 
     Example:
         >>> print(plan_owners([("up", (4096, 1024)), ("down", (1024, 4096)), ("out", (1024, 1024))], ranks=2))
@@ -333,6 +333,9 @@ def plan_owners(
         bucket_nbytes = max(BUCKET_NBYTES, *(prod(one.shape) * itemsize for one in found), 0)
     check_positive_int("bucket_nbytes", bucket_nbytes, otherwise=", or None")
     costs = tuple(one.cost if cost is None else cost(one) for one in found)
+    for one, spent in zip(found, costs):
+        if not 0 <= spent < inf:
+            raise ValueError(f"Expected a finite cost of at least 0 for matrix '{one.name}', got {spent!r} from {cost!r}.")
     longest_first = sorted(range(len(found)), key=lambda index: (-costs[index], -prod(found[index].shape), index))
     owners = _owners(found, costs, longest_first, ranks, replicas)
     buckets = _buckets(found, owners, longest_first, max(1, bucket_nbytes // itemsize))

@@ -33,7 +33,7 @@ class Pieces:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        listed = (self.sizes,) if isinstance(self.sizes, int) else tuple(self.sizes)
+        listed = tuple(self.sizes) if isinstance(self.sizes, (list, tuple)) else (self.sizes,)
         if not listed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in listed):
             raise ValueError(f"Pieces.sizes must be a number or sizes of pieces, each at least 1, got {self.sizes!r}.")
         if not isinstance(self.sizes, int):
@@ -114,7 +114,7 @@ class Piece:
 
 
 def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Piece]:
-    """Return the matrices of a parameter of which this rank has blocks.
+    """Return the matrices of a parameter, as this rank has them.
 
     Args:
         parameter: the parameter, of at least one dim.
@@ -235,7 +235,7 @@ class Splits:
                     f"Expected sharded parameters of the call as keys of split, got {what} (shape {tuple(tensor.shape)}). Call "
                     "fully_shard() first, and take the parameters from the model then."
                 )
-            pieces = how if isinstance(how, Pieces) else Pieces(how if isinstance(how, int) else tuple(how))
+            pieces = how if isinstance(how, Pieces) else Pieces(how)  # type: ignore[arg-type]
             pieces_of(logical, pieces)
             self._pieces.append((tensor, pieces))
 

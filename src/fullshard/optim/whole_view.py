@@ -26,7 +26,7 @@ from fullshard.optim.local_view import is_viewed
 from fullshard.optim.matrix_owners import by_mesh, exchange_of, plan_of
 from fullshard.optim.muon import is_muon
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
-from fullshard.optim.owners import Cost, OwnerPlan
+from fullshard.optim.owners import Cost
 from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
 
 _ROUNDING = 1e-2  # how far two right steps of one parameter may be apart, relative to the step
@@ -85,8 +85,11 @@ def whole_view(
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     splits = Splits(split, members)
     if is_muon(optimizer):
-        if cost is not None:
-            raise ValueError(f"whole_view knows what Newton-Schulz costs, so {name} takes no cost.")
+        if cost is not None or not restorable:
+            raise ValueError(
+                f"Expected no cost and no restorable for {name}, got cost={cost!r} and restorable={restorable!r}. The cost of "
+                "Newton-Schulz is known, and a step writes nothing before all ranks have all results."
+            )
         optimizer.__dict__[_SPLITS] = splits
         optimizer.__dict__.pop(CACHE, None)
         return optimizer
@@ -184,7 +187,7 @@ class _Undo:
 
 
 class _WholeView:
-    """Whole parameters of an optimizer's step, on their owners.
+    """The steps of one optimizer on whole parameters.
 
     The step of all ranks, in order: gradients and weights travel to the owners; the optimizer's class steps there; the new
     weights travel back; all ranks agree that this worked everywhere; then shards are written. So a failure on any rank leaves
@@ -203,11 +206,6 @@ class _WholeView:
         self._has_stepped = False  # True if there may be states, on this rank or on others
         self._count = 0  # steps so far
         self.broken = ""  # why a step cannot follow, if one failed halfway
-
-    @property
-    def plans(self) -> list[OwnerPlan]:
-        """The plan of each mesh."""
-        return [mesh.plan for mesh in self._meshes]
 
     def note_loaded(self) -> None:
         """Note that a state dict was loaded."""
@@ -401,15 +399,9 @@ def _arrived(exchange: OwnerExchange, pieces: list[Piece]) -> dict[int, tuple[Te
     found = {}
     for index, weight in weights.items():
         # where the shards are: optimizers compute with offloaded parameters in host memory
-        shape, device = _squeezed(pieces[index]), pieces[index].parameter.local.device
+        shape, device = pieces[index].whole.own_shape, pieces[index].parameter.local.device
         found[index] = weight.to(device).view(shape), grads[index].to(device).view(shape)
     return found
-
-
-def _squeezed(piece: Piece) -> tuple[int, ...]:
-    """Return the shape of a piece inside the step: that of an expert of a stack has no leading dim of 1."""
-    shape = piece.whole.shape
-    return shape[1:] if piece.number is not None and len(shape) > 2 and shape[0] == 1 else shape
 
 
 def _gradient(parameter: ShardedParameter) -> Tensor:
@@ -460,7 +452,7 @@ def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _numbers(optimizer: Optimizer) -> dict[Any, Any]:
-    """Return the plain values among options and attributes. What a step changes of them must be equal on all ranks."""
+    """Return the plain values of options and attributes. Their changes in a step must be equal on all ranks."""
     found: dict[Any, Any] = dict(sorted(_own_numbers(optimizer).items()))
     for index, group in enumerate(optimizer.param_groups):
         plain = (key for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple)))
