@@ -1,4 +1,4 @@
-"""Muon for the matrices of a model and AdamW for the rest: each matrix is computed by the rank that owns it.
+"""Muon for the matrices of a model and AdamW for the rest: the owner of a matrix orthogonalizes its update.
 
 torchrun --nproc-per-node 2 examples/muon.py
 """

@@ -37,6 +37,16 @@ UNSET_GRAD_DTYPE = GradDtype()
 class Dtypes:
     """The dtypes of a parameter group, one for each use, and what is cast between them.
 
+    A gradient passes through up to four dtypes. Each cast is made at one place, which takes the dtype from here:
+
+        property   gradients in it                      cast to it by
+        compute    of one backward                      autograd; not at all if `casts_gradients`
+        kept       of backwards without communication   the sum in `GroupGradients.accumulate`
+        reduce     in messages, and sums over ranks     the copy into messages in `Reduction`; none if `reduces_as_is`
+        reduced    in `.grad`                           the copy of the sum in `Reduction`; none if equal to `reduce`
+
+    So a new option for one of these dtypes changes this class and the policy that resolves to it; the readers stay.
+
     With a `reduce_dtype` of None, `ParamGroup` may replace `reduce` by a wider dtype later. A dtype that follows it is a
     property, as `kept` is.
     """

@@ -26,7 +26,6 @@ from fullshard import MatrixOwners, Pieces, StateError, fully_shard, plan_owners
 from fullshard import _torch as private
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.optim import matrix_owners
-from fullshard.optim import whole_view as whole_view_module
 
 
 def assert_equal(sharded: nn.Module, model: nn.Module, of: Any = nn.Module.named_parameters) -> None:
@@ -301,9 +300,9 @@ def test_mistakes_are_told_before_anything_is_sent(world: World) -> None:
         MatrixOwners(found, split={found[0]: 2.5})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="as keys of split, got a Parameter that is not sharded"):
         MatrixOwners(found, split={nn.Parameter(torch.ones(2, 2)): 2})
-    with pytest.raises(ValueError, match="as keys of split, got of other parameters"):
+    with pytest.raises(ValueError, match=r"as keys of split, got a \w+ that is not among those of the call"):
         MatrixOwners(found[1:], split={found[0]: 2})
-    with pytest.raises(ValueError, match="as keys of split, got of other parameters"):
+    with pytest.raises(ValueError, match=r"as keys of split, got a \w+ that is not among those of the call"):
         whole_view(torch.optim.Muon(found[1:]), split={found[0]: 2})
     owners = MatrixOwners(found)
     with pytest.raises(ValueError, match="a tensor for each of 6 parameters, got 1"):
@@ -317,6 +316,8 @@ def test_plain_parameters_are_computed_as_they_are() -> None:
     owners = MatrixOwners(matrices(model), dtype=torch.float32)
     for got, want in zip(owners.map(orthogonalized, [one.detach() for one in matrices(model)]), matrices(model)):
         assert torch.equal(got, orthogonalized(want.detach().clone(), ""))
+    (got, *_) = MatrixOwners(matrices(model)).map(lambda matrix, name: matrix.float(), matrices(model))
+    assert got.dtype is torch.bfloat16, "the dtype of the messages, as for sharded parameters"
 
 
 @ranks(2)
@@ -446,7 +447,7 @@ def test_scalars_ignored_parameters_and_several_dtypes(world: World) -> None:
         fully_shard(layer, mesh=world.mesh)
     fully_shard(sharded, mesh=world.mesh, ignored_params={sharded.shift})
     pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
-    with mock.patch.object(whole_view_module, "exchange_of", wraps=whole_view_module.exchange_of) as planned:
+    with mock.patch.object(matrix_owners, "OwnerExchange", wraps=matrix_owners.OwnerExchange) as planned:
         for number in range(3):
             square(sharded(world.mine(batch(number, 5))).float()).backward()
             dist.all_reduce(sharded.shift.grad)  # the caller's own part
@@ -592,6 +593,46 @@ def test_a_state_dict_of_one_process_loads_and_others_states_are_dropped(world: 
     assert owned.item() == len(pair[1].state)
 
 
+@ranks(4)
+def test_states_of_pieces_in_other_blocks_are_dropped(world: World) -> None:
+    """Tensor parallelism shards the dim that is split, so that each rank lists the pieces of its block only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Module()
+    model.heads = nn.Parameter(distribute_tensor(torch.ones(12, 6), mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = whole_view(Shampoo(model.parameters()), split={model.heads: 4})
+    one_process = Shampoo([nn.Parameter(torch.ones(3, 6)) for _ in range(4)])
+    for parameter in one_process.param_groups[0]["params"]:
+        parameter.grad = torch.ones(3, 6)
+    one_process.step()
+    states = one_process.state_dict()
+    states["state"] = {0: {str(number): states["state"][number] for number in range(4)}}
+    states["param_groups"][0]["params"] = [0]
+    optimizer.load_state_dict(states)
+    model.heads.grad = torch.zeros_like(model.heads)
+    optimizer.step()
+    numbers: list[Any] = [None] * world.size
+    dist.all_gather_object(numbers, list(optimizer.state[model.heads]))
+    assert sorted(number for listed in numbers for number in listed) == ["0", "1", "2", "3"], numbers
+
+
+@ranks(4)
+def test_ranks_of_one_mesh_shard_their_experts_again_alone(world: World) -> None:
+    """The other ranks keep their exchanges, and their states need no check, in which the first ones would not take part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 6))
+    sharded = copy.deepcopy(model)
+    fully_shard(sharded[1], mesh=mesh["dp"])
+    fully_shard(sharded, mesh=world.mesh)
+    pair = [whole_view(Shampoo(sharded.parameters())), Shampoo(model.parameters())]
+    steps(sharded, model, pair, lambda x: x[:4].clone(), 2)
+    if mesh.get_local_rank("ep"):
+        fullshard.undo(sharded[1])
+        fully_shard(sharded[1], mesh=mesh["dp"])
+    steps(sharded, model, pair, lambda x: x[:4].clone(), 2)
+    assert_equal(sharded, model)
+
+
 # --- failures of whole_view ---
 
 
@@ -637,6 +678,33 @@ def test_a_step_that_fails_on_one_rank_leaves_all_as_before(world: World, restor
             optimizer.step()
             optimizer.zero_grad()
         assert_equal(sharded, model)
+
+
+class Lazy(Shampoo):
+    """Notes its first step in attributes, and counts in a tensor."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.steps = torch.zeros(())
+
+    def step(self, closure: Any = None) -> Any:
+        if not hasattr(self, "initialized"):
+            self.initialized, self.steps_of_first = True, self.steps.clone()
+            for group in self.param_groups:
+                group["lr"] = 0.125
+        self.steps.add_(1)
+        return super().step(closure)
+
+
+@ranks(2)
+def test_attributes_that_a_step_makes_are_undone_with_it(world: World) -> None:
+    """The first step of one parameter alone is no first step, or the option would be set in the trial only."""
+    sharded = shard(Net(), world.mesh)
+    optimizer = whole_view(Lazy(sharded.parameters()))
+    steps_taken = optimizer.steps
+    trained(world, sharded, optimizer, (0, 1))
+    assert optimizer.initialized and optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.steps is steps_taken and steps_taken.item() == 2 and optimizer.steps_of_first.item() == 0
 
 
 class Combining(Shampoo):
@@ -782,10 +850,13 @@ def test_what_whole_view_does_not_take(world: World) -> None:
     with pytest.raises(ValueError, match="AdamW is element-wise"):
         whole_view(torch.optim.AdamW(sharded.parameters()))
     for option in ({"cost": lambda matrix: 1.0}, {"restorable": False}):
-        with pytest.raises(ValueError, match="Expected no cost and no restorable for Muon"):
+        with pytest.raises(ValueError, match="Expected cost=None and restorable=True for Muon"):
             whole_view(torch.optim.Muon(matrices(sharded)), **option)
     with pytest.raises(ValueError, match="LBFGS keeps its parameters in its attribute '_params'"):
         whole_view(torch.optim.LBFGS(sharded.parameters()))
+    for view, viewed in (("whole_view", whole_view), ("local_view", fullshard.local_view)):
+        with pytest.raises(ValueError, match=f"This Shampoo has a {view} already"):
+            whole_view(viewed(Shampoo(sharded.parameters())))
     scheduled = Shampoo(sharded.parameters())
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
     with pytest.raises(ValueError, match="which was replaced, for example by a scheduler"):

@@ -30,7 +30,7 @@ from fullshard.foresight.owners import owner_step
 from fullshard.foresight.picture import PHASES
 from fullshard.foresight.program import Await, Launch, Program
 from fullshard.foresight.trace import Allocated, Op
-from fullshard.optim.owners import H100
+from fullshard.optim.owners import H100_FLOPS
 
 DIM, DEPTH = 128, 4
 
@@ -361,7 +361,7 @@ def test_muon_of_matrices_only_and_of_none() -> None:
 
 def test_the_speed_that_a_plan_prints_is_that_of_explain() -> None:
     gpu = GPUS["h100-sxm"]
-    assert gpu.peak(torch.bfloat16) * gpu.matmul == pytest.approx(H100, rel=1e-2)
+    assert gpu.peak(torch.bfloat16) * gpu.matmul == pytest.approx(H100_FLOPS, rel=1e-2)
 
 
 def test_muon_of_offloaded_shards_computes_on_the_device_and_copies_both_ways() -> None:

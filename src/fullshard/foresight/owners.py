@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -16,6 +17,7 @@ from fullshard.foresight.program import ON_HOST, Await, Launch, Program
 from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
 from fullshard.optim.muon import WIRE, runs, updates_of, write
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
+from fullshard.optim.routes import Route, Routes
 
 _OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None}
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7  # coefficients, steps and eps of torch.optim.Muon
@@ -24,7 +26,10 @@ _TALK = 16  # bytes of the message with which all ranks agree at the end
 
 @dataclass(frozen=True, slots=True)
 class OwnerStep:
-    """Step of Muon as the first rank runs it, with one exchange per mesh that its matrices are distributed over."""
+    """Step of Muon, with one exchange per mesh that its matrices are distributed over.
+
+    Memory and messages are those of the first rank. Operators of owners are those of the busiest one, which all wait for.
+    """
 
     plans: tuple[OwnerPlan, ...]
     dtypes: tuple[tuple[torch.dtype, ...], ...]  # of the matrices of each plan, as stored
@@ -46,7 +51,8 @@ class OwnerStep:
         Args:
             ledger: for the memory.
             program: for operators and messages.
-            on_host: True if shards and states are in host memory: then the CPU runs what is element-wise.
+            on_host: True if shards and states are in host memory: then element-wise work is one operator of the CPU, and its
+                memory is not recorded.
         """
         exchanges = [
             _Exchange(self, plan, dtypes, ledger, program, on_host=on_host) for plan, dtypes in zip(self.plans, self.dtypes)
@@ -95,6 +101,7 @@ class OwnerStep:
             whole, place = _meta(shape, WIRE), _meta(shape, WIRE)
 
             def compute() -> None:
+                # A clone has the memory of torch.cat, which assembles the matrix from the shards that arrived.
                 place.copy_(_torch.newton_schulz(whole if is_view else whole.clone(), *_NEWTON_SCHULZ))
 
             return events_of(compute, [whole, place])
@@ -128,59 +135,46 @@ class _Exchange:
     ) -> None:
         self._step, self._plan, self._dtypes, self._on_host = step, plan, dtypes, on_host
         self._ledger, self._program = ledger, program
+        self._routes = Routes(plan, rank=0, replica=0)
 
     def run(self) -> int:
         """Record the exchange, and return the block of the results."""
-        plan, ledger = self._plan, self._ledger
-        results = ledger.allocate(plan.results_nbytes(0), "temporaries", "")
-        arriving = self._send(0)
-        back: tuple[Launch, int] | None = None
-        for number, bucket in enumerate(plan.buckets):
-            call, slot = arriving
-            arriving = self._send(number + 1)
-            self._program.instructions.append(Await(call))
-            self._compute(bucket)
-            sent_back = self._launch(self._nbytes(bucket, owned=True))
+        plan, ledger, program = self._plan, self._ledger, self._program
+        numel = plan.replicas * self._routes.results_numel * plan.itemsize
+        results = ledger.allocate(numel, "temporaries", "")
+        arriving: deque[tuple[int, Launch]] = deque()
+        leaving: tuple[int, Launch] | None = None
+        for number in range(len(plan.buckets)):
+            for ahead in range(number + len(arriving), min(number + 2, len(plan.buckets))):
+                arriving.append(self._send(self._routes.buckets[ahead]))
+            slot, arrived = arriving.popleft()
+            program.instructions.append(Await(arrived))
+            self._compute(plan.buckets[number])
+            sent = self._launch(self._routes.buckets[number].owned_numel)
             if plan.ranks == 1:  # a copy, so that nothing is in flight
                 ledger.free(slot)
                 continue
-            if back is not None:
-                self._finish(*back)
-            back = sent_back, slot
-        if back is not None:
-            self._finish(*back)
+            previous, leaving = leaving, (slot, sent)
+            self._finish(previous)
+        self._finish(leaving)
         if plan.replicas > 1:
-            self._await(self._start("replicate", Message("all_gather", WIRE, plan.results_nbytes(0), 1, plan.replicas)))
+            self._await(self._start("replicate", Message("all_gather", WIRE, numel, 1, plan.replicas)))
         return results
 
     def confirm(self) -> None:
         """Record the messages with which all ranks agree that they have all results."""
-        for stream, ranks in (("replicate", self._plan.replicas), ("reduce", self._plan.ranks)):
+        for ranks in (self._plan.replicas, self._plan.ranks):
             if ranks > 1:
-                self._await(self._start(stream, Message("talk", torch.uint8, _TALK, 1, ranks)))
+                self._await(self._start("reduce", Message("talk", torch.uint8, _TALK, 1, ranks)))
 
-    def _send(self, number: int) -> tuple[Launch, int]:
-        """Send the shards of a bucket. Return the launch, and the block in which own matrices arrive."""
-        plan = self._plan
-        if number == len(plan.buckets):
-            return Launch("gather", ""), 0
-        bucket = plan.buckets[number]
-        slot = self._ledger.allocate(self._nbytes(bucket, owned=True), "temporaries", "")
-        order = sorted(plan.of_replica(0, bucket), key=lambda index: (plan.owners[index], index))
-        shards = [(plan.matrices[index].shard_shape(plan.ranks, 0), self._dtypes[index]) for index in order]
+    def _send(self, route: Route) -> tuple[int, Launch]:
+        """Send the shards of a bucket. Return the block in which own matrices arrive, and the launch."""
+        slot = self._ledger.allocate(route.owned_numel * self._plan.itemsize, "temporaries", "")
+        shards = [(shape, self._dtypes[index]) for index, shape in zip(route.order, route.shapes)]
         replay_element_wise(self._step.sending(shards), self._ledger, self._program, on_host=self._on_host)
         if self._on_host:
-            copy_over("to_device", self._nbytes(bucket, owned=False), self._program)
-        return self._launch(self._nbytes(bucket, owned=False)), slot
-
-    def _nbytes(self, bucket: Sequence[int], *, owned: bool) -> int:
-        """Return the bytes of the first rank's whole matrices, or of its shards, in a bucket."""
-        plan = self._plan
-        if owned:
-            numel = sum(prod(plan.matrices[index].shape) for index in bucket if plan.owners[index] == 0)
-        else:
-            numel = sum(plan.matrices[index].shard_numel(plan.ranks, 0) for index in plan.of_replica(0, bucket))
-        return numel * plan.itemsize
+            copy_over("to_device", route.numel * self._plan.itemsize, self._program)
+        return slot, self._launch(route.numel)
 
     def _compute(self, bucket: Sequence[int]) -> None:
         """Record the memory of the first rank, and the operators of the rank with the most work, which all wait for."""
@@ -199,8 +193,8 @@ class _Exchange:
         is_view = matrix.dim == 0 and sum(self._plan.owners[other] == owner for other in bucket) == 1
         return self._step.computing(matrix, is_view=is_view)
 
-    def _launch(self, nbytes: int) -> Launch:
-        ranks = self._plan.ranks
+    def _launch(self, numel: int) -> Launch:
+        ranks, nbytes = self._plan.ranks, numel * self._plan.itemsize
         return self._start("gather", Message("all_to_all", WIRE, nbytes, 1, ranks) if ranks > 1 else None)
 
     def _start(self, stream: str, message: Message | None) -> Launch:
@@ -213,9 +207,12 @@ class _Exchange:
     def _await(self, launch: Launch) -> None:
         self._program.instructions.append(Await(launch))
 
-    def _finish(self, launch: Launch, slot: int) -> None:
-        self._await(launch)
-        self._ledger.free(slot)
+    def _finish(self, leaving: tuple[int, Launch] | None) -> None:
+        """Wait for the message of a slot, and free the slot."""
+        if leaving is not None:
+            slot, launch = leaving
+            self._await(launch)
+            self._ledger.free(slot)
 
 
 def replay(events: Iterable[Event], ledger: Ledger | None, program: Program | None) -> None:
@@ -234,7 +231,7 @@ def replay(events: Iterable[Event], ledger: Ledger | None, program: Program | No
 
 
 def replay_element_wise(events: Sequence[Event], ledger: Ledger, program: Program, *, on_host: bool) -> None:
-    """Record element-wise work: as `replay`, or as one operator of the CPU, whose memory does not count."""
+    """Record element-wise work: as `replay`, or as one operator of the CPU, whose host memory is not recorded."""
     if not on_host:
         return replay(events, ledger, program)
     nbytes = sum(event.nbytes for event in events if isinstance(event, Op))

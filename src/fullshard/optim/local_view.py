@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import is_
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from fullshard.core import ShardedParameter, logical_parameters
 from fullshard.errors import StateError
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
+from fullshard.optim.step_wrapper import wrap_step
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -56,13 +56,9 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
         )
     if _VIEW in optimizer.__dict__ or is_element_wise(optimizer):
         return optimizer
-    if "step" in optimizer.__dict__:
-        raise ValueError(
-            f"local_view cannot wrap the step of this {type(optimizer).__name__}, which was replaced, for example by a "
-            "scheduler. Call local_view directly after the optimizer is built."
-        )
-    optimizer.__dict__[_VIEW] = _LocalView()
-    optimizer.step = MethodType(_HOOKED_STEP, optimizer)  # type: ignore[method-assign]
+    view = _LocalView()
+    wrap_step(optimizer, view.step, caller="local_view")
+    optimizer.__dict__[_VIEW] = view
     return optimizer
 
 
@@ -78,6 +74,30 @@ class _LocalView:
         self._plain_params: list[tuple[ShardedParameter, Tensor, nn.Parameter]] = []  # parameter, its shard, plain Parameter
         self._outside_state: Any = None  # during a step: the `optimizer.state` from before it, with DTensors; else None
         self._entry_states: list[dict[str, Any] | None] = []  # by plain Parameter: its local state when `enter` returned
+
+    def step(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `step`, that of the optimizer's class, on local shards."""
+
+        def call_outside(closure: Callable[[], Any]) -> Any:
+            """Run the caller's closure with the sharded parameters, which its forward and backward need."""
+            self.leave(optimizer)
+            try:
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self.enter(optimizer)
+
+        def wrapped(value: Any) -> Any:
+            return (lambda: call_outside(value)) if callable(value) else value
+
+        args = tuple(map(wrapped, args))
+        if "closure" in kwargs:
+            kwargs["closure"] = wrapped(kwargs["closure"])
+        self.enter(optimizer)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self.leave(optimizer)
 
     def enter(self, optimizer: Optimizer) -> None:
         """Replace the sharded parameters and states of the optimizer by plain ones.
@@ -196,38 +216,5 @@ def _to_dtensor(value: Any, parameter: ShardedParameter) -> Any:
             return parameter.dtensor_like_shard(torch.empty(local.shape, dtype=value.dtype, device=value.device))
     return value
 
-
-def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the step of the optimizer's class on local shards."""
-    step: Any = type(optimizer).step
-    # Without torch's wrapper, which runs the step hooks: `_HOOKED_STEP` runs them already, around `_step`.
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    view: _LocalView = optimizer.__dict__[_VIEW]
-
-    def call_outside(closure: Callable[[], Any]) -> Any:
-        """Run the caller's closure with the sharded parameters, which its forward and backward need."""
-        view.leave(optimizer)
-        try:
-            with torch.enable_grad():
-                return closure()
-        finally:
-            view.enter(optimizer)
-
-    def wrapped(value: Any) -> Any:
-        return (lambda: call_outside(value)) if callable(value) else value
-
-    args = tuple(map(wrapped, args))
-    if "closure" in kwargs:
-        kwargs["closure"] = wrapped(kwargs["closure"])
-    view.enter(optimizer)
-    try:
-        return step(optimizer, *args, **kwargs)
-    finally:
-        view.leave(optimizer)
-
-
-# torch's wrapper runs the step hooks around `_step`, so hooks see sharded parameters. `hooked` stops torch from wrapping again.
-_HOOKED_STEP = Optimizer.profile_hook_step(_step)
-_HOOKED_STEP.hooked = True  # type: ignore[attr-defined]
 
 __all__ = ["local_view"]

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 OUTPUT_NAMES = ("lm_head", "head", "output", "classifier", "score")
-"""Last names of modules that are output layers, outside of numbered layers."""
+"""Last parts of qualified names of modules that are output layers, outside of numbered layers."""
 
 ROUTER_NAMES = ("gate", "router")
-"""Last names of modules that are routers of experts, if they have few rows."""
+"""Last parts of qualified names of modules that are routers of experts, if they have few rows."""
 
 _FEW_ROWS = 8  # a router has at most as many rows as its columns divided by this
 
@@ -24,7 +24,8 @@ class MatrixChoice:
     Args:
         matrices: the parameters for an optimizer of whole matrices, in the order of the model.
         rest: all others, for an element-wise optimizer.
-        reasons: for each parameter, by its first name: the shape, whether it is taken, and why.
+        reasons: for each parameter, by its qualified name (the first one of a tied parameter): the shape, whether it is taken,
+            and why.
     """
 
     matrices: list[nn.Parameter]
@@ -52,11 +53,12 @@ def matrices_of(
 
     The first of these rules that applies decides:
 
-    1. A name that matches a pattern of `leave` is left, and one that matches a pattern of `take` is taken.
+    1. `leave` first: a name that matches one of its patterns is left. Then one that matches a pattern of `take` is taken.
     2. A number of dims that is not in `dims` is left: biases, norms, scalars; convolutions, unless `dims` has 4.
-    3. Embeddings are left: parameters of nn.Embedding and nn.EmbeddingBag, those tied to them, and names with "embed".
+    3. Embeddings are left: parameters of nn.Embedding and nn.EmbeddingBag, those tied to them, and parameters whose own name or
+       the last part of their module's name contains "embed".
     4. Parameters of modules whose class has "Norm" in its name are left.
-    5. Output layers are left, which are not inside of a numbered layer: as many rows as an embedding of the model, or modules
+    5. Outside of numbered layers, output layers are left: matrices with as many rows as an embedding of the model, and modules
        named lm_head, head, output, classifier or score.
     6. Routers are left: modules named gate or router with at most an eighth as many rows as columns.
     7. All others are taken.
@@ -97,20 +99,19 @@ def matrices_of(
     vocabularies = {module.num_embeddings for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     choice = MatrixChoice([], [], {})
     for key, parameter in parameters.items():
-        reason = None
+        taken, reason = False, ""
         if any(fnmatchcase(name, pattern) for name in names[key] for pattern in leave):
             reason = "asked for by leave"
         elif any(fnmatchcase(name, pattern) for name in names[key] for pattern in take):
-            choice.matrices.append(parameter)
-            choice.reasons[names[key][0]] = tuple(parameter.shape), True, "asked for by take"
-            continue
+            taken, reason = True, "asked for by take"
         elif parameter.ndim not in dims:
             reason = f"{parameter.ndim} dim{'s' if parameter.ndim != 1 else ''}"
         else:
             found = (_role(name, tuple(parameter.shape), modules, vocabularies) for name in names[key])
-            reason = next((role for role in found if role), None)
-        (choice.matrices if reason is None else choice.rest).append(parameter)
-        choice.reasons[names[key][0]] = tuple(parameter.shape), reason is None, reason or ""
+            reason = next((role for role in found if role), "")
+            taken = not reason
+        (choice.matrices if taken else choice.rest).append(parameter)
+        choice.reasons[names[key][0]] = tuple(parameter.shape), taken, reason
     return choice
 
 

@@ -1,11 +1,11 @@
-"""Functions of whole matrices over sharded parameters: the exchanges of one caller, and `MatrixOwners` for users' own code."""
+"""Functions of whole matrices over sharded parameters: `MatrixOwners` for users' own code, and caches of exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from operator import is_not
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, to_local
-from fullshard.optim.owner_exchange import Across, Fill, OnOwner, OwnerExchange, copy_into
+from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, TensorParallelBlocks, copy_into
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
-from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
+from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, current, is_same, pieces_of
 
 
 def by_mesh(pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the indices of the pieces that are exchanged together, i.e. distributed over the same process groups."""
-    found: dict[tuple[object, ...], list[int]] = {}
+    found: dict[MeshKey, list[int]] = {}
     for index, piece in enumerate(pieces):
-        found.setdefault(piece.mesh, []).append(index)
+        found.setdefault(piece.mesh_key, []).append(index)
     return list(found.values())
 
 
@@ -35,24 +35,56 @@ def plan_of(pieces: Sequence[Piece], dtype: torch.dtype, cost: Cost | None) -> O
     return plan_owners(matrices, axis.ranks, replicas=axis.replica_count, cost=known, itemsize=dtype.itemsize)
 
 
-def exchange_of(
-    pieces: Sequence[Piece], plan: OwnerPlan, dtype: torch.dtype, doing: str, *, batched: bool = False
-) -> OwnerExchange:
-    """Return the exchange of pieces of one mesh. Collective: it compares the plan between the ranks."""
-    first = pieces[0]
-    across = None if first.across is None else Across(first.across, [piece.whole for piece in pieces])
-    return OwnerExchange(plan, first.unit, first.parameter.sharding.axis, dtype, doing, across=across, batched=batched)
+class CachedExchange:
+    """The exchange of pieces of one mesh, made anew when they are others than in the call before."""
 
-
-class Exchanges:
-    """The exchanges of one caller, by mesh. An exchange is planned anew if its matrices are others than in the call before."""
-
-    __slots__ = ("_batched", "_cost", "_doing", "_dtype", "_groups", "_known")
+    __slots__ = ("_among", "_batched", "_cost", "_doing", "_dtype", "_exchange", "_pieces")
 
     def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
         self._doing, self._dtype, self._cost, self._batched = doing, dtype, cost, batched
-        self._known: dict[tuple[object, ...], tuple[list[Piece], OwnerExchange]] = {}
-        self._groups: tuple[list[Piece], list[list[int]]] = [], []  # the pieces of the last call, and their indices by mesh
+        self._pieces: list[Piece] = []
+        self._among: list[Piece] = []
+        self._exchange: OwnerExchange | None = None
+
+    def of(self, pieces: Sequence[Piece], *, among: Sequence[Piece] | None = None) -> OwnerExchange:
+        """Return the exchange of some pieces. Collective, unless they have the owners and buckets of the call before.
+
+        Args:
+            pieces: the pieces, all of one mesh.
+            among: more pieces, in the same order. Owners are planned for all of these, so that an owner does not depend on the
+                pieces that take part in one step. None to plan the owners of `pieces` alone.
+        """
+        among = pieces if among is None else among
+        if self._exchange is None or not (is_same(pieces, self._pieces) and is_same(among, self._among)):
+            plan = plan_of(among, self._dtype, self._cost)
+            if among is not pieces:
+                taken = set(map(id, pieces))
+                plan = plan.only([index for index, piece in enumerate(among) if id(piece) in taken])
+            # One rank alone may have listed its pieces again. To make an exchange is collective, and the others make none. So
+            # it is kept if the plan is equal.
+            if self._exchange is None or not self._exchange.serves(plan, pieces[0].unit):
+                self._exchange = self._made(pieces, plan)
+            self._pieces, self._among = list(pieces), list(among)
+        return self._exchange
+
+    def _made(self, pieces: Sequence[Piece], plan: OwnerPlan) -> OwnerExchange:
+        first = pieces[0]
+        over = first.tensor_parallel
+        blocks = None if over is None else TensorParallelBlocks(over, [piece.whole for piece in pieces])
+        axis, batched = first.parameter.sharding.axis, self._batched
+        return OwnerExchange(plan, first.unit, axis, self._dtype, self._doing, blocks=blocks, batched=batched)
+
+
+class Exchanges:
+    """The cached exchanges of one caller, one per mesh, which run one after the other."""
+
+    __slots__ = ("_by_mesh", "_groups", "_new", "_pieces")
+
+    def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
+        self._new = partial(CachedExchange, doing, dtype, cost, batched=batched)
+        self._by_mesh: dict[MeshKey, CachedExchange] = {}
+        self._pieces: list[Piece] = []  # of the last call
+        self._groups: list[list[int]] = []  # their indices by mesh
 
     def run(self, pieces: Sequence[Piece], fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of the function's result for each piece. Collective.
@@ -62,46 +94,37 @@ class Exchanges:
             fill: writes this rank's shards of matrices, by index in `pieces`, into places in a message.
             function: called on the owner with indices in `pieces` and whole matrices; see `OwnerExchange.run`.
         """
+        if not is_same(pieces, self._pieces):
+            self._pieces, self._groups = list(pieces), by_mesh(pieces)
         results: list[Tensor] = [torch.empty(0)] * len(pieces)
         with ExitStack() as calls:
             used = []
-            if len(pieces) != len(self._groups[0]) or any(map(is_not, pieces, self._groups[0])):
-                self._groups = list(pieces), by_mesh(pieces)
-            for indices in self._groups[1]:
-                exchange = self._exchange_of([pieces[index] for index in indices])
+            for indices in self._groups:
+                of_mesh = [pieces[index] for index in indices]
+                exchange = self._by_mesh.setdefault(of_mesh[0].mesh_key, self._new()).of(of_mesh)
                 calls.enter_context(exchange.call())
                 used.append(exchange)
 
-                def send(numbers: Sequence[int], places: Sequence[Tensor], indices: list[int] = indices) -> None:
+                def fill_here(numbers: Sequence[int], places: Sequence[Tensor], indices: list[int] = indices) -> None:
                     fill([indices[number] for number in numbers], places)
 
                 def on_owner(numbers: Sequence[int], wholes: list[Tensor], indices: list[int] = indices) -> Sequence[Tensor]:
                     return function([indices[number] for number in numbers], wholes)
 
-                for index, part in zip(indices, exchange.run(send, on_owner)):
+                for index, part in zip(indices, exchange.run(fill_here, on_owner)):
                     results[index] = part
             # Only now, since another rank may still be in the exchange of another mesh.
             for exchange in used:
                 exchange.confirm()
         return results
 
-    def _exchange_of(self, pieces: list[Piece]) -> OwnerExchange:
-        known, exchange = self._known.get(pieces[0].mesh, ([], None))
-        if exchange is None or len(known) != len(pieces) or any(map(is_not, known, pieces)):
-            plan = plan_of(pieces, self._dtype, self._cost)
-            # A rank may list its pieces anew alone. An equal plan needs no message, which the other ranks would not send.
-            if exchange is None or not exchange.serves(plan, pieces[0].unit):
-                exchange = exchange_of(pieces, plan, self._dtype, self._doing, batched=self._batched)
-            self._known[pieces[0].mesh] = pieces, exchange
-        return exchange
-
 
 class MatrixOwners:
     """Computes a function of whole matrices over sharded parameters, each matrix on one rank.
 
     For optimizers of your own whose update is a function of the whole matrix, as Newton-Schulz. (`torch.optim.Muon` needs no
-    call, and optimizers of other libraries step on whole matrices by `whole_view`.) Of parameters that are not sharded, every
-    rank computes with all.
+    call, and optimizers of other libraries step on whole matrices by `whole_view`.) Every rank computes the parameters that are
+    not sharded.
 
     Args:
         parameters: the parameters of at least two dims, sharded or plain.
@@ -113,7 +136,7 @@ class MatrixOwners:
             (matrices, rows, columns), which is faster for small matrices. Batches depend on the plan, and on some devices a
             product in a batch is rounded otherwise than alone.
         dtype: dtype in which matrices travel, in both directions. bfloat16 changes no result of functions that begin by
-            casting to it and return it.
+            casting to it and return bfloat16.
 
     Raises:
         ValueError: if a parameter has fewer than two dims, or cannot be split like this.
@@ -121,7 +144,7 @@ class MatrixOwners:
     Example:
         >>> owners = fullshard.MatrixOwners(matrices, split={qkv.weight: 3})                  # doctest: +SKIP
         >>> for parameter, update in zip(matrices, owners.map(orthogonalize, updates)):       # doctest: +SKIP
-        ...     parameter.add_(update, alpha=-0.02)
+        ...     parameter.detach().add_(update, alpha=-0.02)
     """
 
     def __init__(
@@ -143,7 +166,7 @@ class MatrixOwners:
                 )
         self._exchanges = Exchanges("MatrixOwners.map()", dtype, cost, batched=batched)
         self._splits = Splits(split, self._parameters)
-        self._logical: list[ShardedParameter | None] = []  # of each parameter when the pieces were listed
+        self._logical: list[ShardedParameter | None] = []  # of each parameter
         self._pieces: list[tuple[int, Piece]] = []  # with the index of its parameter
         self._list_pieces()
 
@@ -151,7 +174,7 @@ class MatrixOwners:
         """List the pieces anew if parameters were sharded, unsharded or grouped anew since the last call."""
         self._parameters = [*map(current, self._parameters)]
         logical = [next(iter(logical_parameters([parameter])), None) for parameter in self._parameters]
-        if len(logical) != len(self._logical) or any(map(is_not, logical, self._logical)):
+        if not is_same(logical, self._logical):
             self._logical, self._pieces = logical, []
             for index, one in enumerate(logical):
                 if one is not None:
@@ -160,6 +183,7 @@ class MatrixOwners:
     @property
     def plans(self) -> list[OwnerPlan]:
         """The plan of each mesh that the matrices are distributed over. Print one for a summary."""
+        self._list_pieces()
         pieces = [piece for _, piece in self._pieces]
         return [plan_of([pieces[index] for index in indices], self._dtype, self._cost) for indices in by_mesh(pieces)]
 
@@ -168,8 +192,9 @@ class MatrixOwners:
 
         Args:
             function: called on the owner of a matrix with the matrix, (rows, columns) in the dtype of the messages, which it
-                may overwrite, and its name, that of its unit and of the parameter in it; returns a tensor of the same shape.
-                With `batched`, it gets (matrices, rows, columns) and a list of names.
+                may overwrite, and its name; returns a tensor of the same shape. The name is that of the unit, that of the
+                parameter in it, and the range of a piece; for a parameter that is not sharded it is empty. With `batched`, the
+                function gets (matrices, rows, columns) and a list of names.
             tensors: for each parameter a tensor that is sharded like it: its gradient, or an update.
 
         Returns:
@@ -184,7 +209,7 @@ class MatrixOwners:
             raise ValueError(f"Expected a tensor for each of {len(self._parameters)} parameters, got {len(tensors)}.")
         self._list_pieces()
         shards = [_local_like(*each) for each in zip(self._parameters, self._logical, tensors)]
-        results: list[Tensor] = [torch.empty(0)] * len(tensors)
+        results: list[Tensor | None] = [None] * len(tensors)
         pieces = [piece for _, piece in self._pieces]
 
         def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
@@ -205,10 +230,11 @@ class MatrixOwners:
                 if piece.cut is None:
                     results[index] = parameter.dtensor_like_shard(part)
                     continue
-                if not isinstance(results[index], DTensor):
-                    results[index] = parameter.dtensor_like_shard(part.new_empty(parameter.sharding.shard_shape))
-                piece.part(to_local(results[index])).copy_(part)
-        return results
+                result = results[index]
+                if result is None:  # the first piece of its parameter
+                    result = results[index] = parameter.dtensor_like_shard(part.new_empty(parameter.sharding.shard_shape))
+                piece.part(to_local(result)).copy_(part)
+        return cast(list[Tensor], results)
 
     def _reporting(self) -> AbstractContextManager[None]:
         """Return a context that reports exceptions to the other ranks."""
@@ -225,7 +251,7 @@ class MatrixOwners:
             part = whole.narrow(dim, rows.start, len(rows)).contiguous()
             matrix = Matrix("", tuple(part.shape), is_piece=how is not None)
             parts += self._called(function, [part], [matrix], [""])
-        return torch.cat(parts, dim)
+        return torch.cat(parts, dim).to(self._dtype)
 
     def _called(
         self, function: Callable[[Tensor, Any], Tensor], wholes: list[Tensor], matrices: list[Matrix], names: list[str]
@@ -259,4 +285,4 @@ def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Ten
     return to_local(tensor)
 
 
-__all__ = ["Exchanges", "MatrixOwners", "by_mesh", "exchange_of", "plan_of"]
+__all__ = ["CachedExchange", "Exchanges", "MatrixOwners"]

@@ -19,7 +19,9 @@ from fullshard.optim.pieces import Piece, Splits, pieces_of
 
 WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
 
-RUN_NBYTES = 16 << 20  # of gradients whose updates are computed together, in temporaries of twice the size
+RUN_NBYTES = 16 << 20  # of gradients whose updates are computed together, with two temporaries of this size
+
+_SPLITS = "_fullshard_splits"  # attribute of a Muon: how its matrices are split
 
 
 def is_muon(optimizer: optim.Optimizer) -> bool:
@@ -28,6 +30,16 @@ def is_muon(optimizer: optim.Optimizer) -> bool:
     if not issubclass(cls, optim.Muon):
         return False
     return _torch.list_alike(cls, optim.Muon) and inspect.unwrap(cls.step) is inspect.unwrap(optim.Muon.step)
+
+
+def set_splits(optimizer: optim.Optimizer, splits: Splits) -> None:
+    """Set how the matrices of a Muon are split, from its next step on."""
+    optimizer.__dict__[_SPLITS] = splits
+
+
+def splits_of(optimizer: optim.Optimizer) -> Splits | None:
+    """Return how the matrices of a Muon are split; None if each is one."""
+    return optimizer.__dict__.get(_SPLITS)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +57,13 @@ class MuonStep:
     """Replacement of Muon's `_init_group`, the method that collects the tensors of a step in lists.
 
     All tensors are taken out of the lists, so that Muon's `step` itself does nothing. At the end of the step sharded matrices
-    are computed together: messages to the owners and back, and then all writes. So a step that raises on any rank has changed
-    no weight and no momentum on any rank. Then torch's own function computes the rest: plain matrices, and those that tensor
-    parallelism shards unevenly or over several axes.
+    are computed together: messages to the owners and back, and then all writes. So a step that raises before the writes, on any
+    rank, has changed no weight and no momentum on any rank. Behind the writes torch's own function computes the rest: plain
+    matrices; those that tensor parallelism shards unevenly or over several axes; and those whose gradient or momentum is
+    distributed otherwise than the parameter.
 
-        update = lerp(gradient, momentum)       on the shards, in bfloat16 to the owners
+        momentum = lerp(momentum, gradient, 1 - mu)
+        update = lerp(gradient, momentum, mu)   on the shards, in bfloat16 to the owners; momentum itself without nesterov
         update = Newton-Schulz(update)          on the owners, in bfloat16 back to the shards
         weight *= 1 - lr * weight_decay; weight -= adjusted lr * update
 
@@ -58,10 +72,9 @@ class MuonStep:
 
     __slots__ = ("_exchanges", "_members", "_new", "_optimizer", "_pieces", "_rest", "_splits")
 
-    def __init__(self, optimizer: optim.Optimizer, splits: Splits | None) -> None:
-        """`splits`: the pieces of parameters that are several matrices; None if each is one."""
+    def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._splits = splits
+        self._splits: Splits | None = None
         self._members: list[_Member] = []  # of the running step
         self._rest: list[tuple[dict[str, Any], tuple[list[Tensor], ...], bool]] = []  # options, lists, and if any is complex
         self._new: list[Tensor] = []  # parameters whose momentum buffer was created in the running step
@@ -73,15 +86,23 @@ class MuonStep:
         """Forget the pieces of other parameters."""
         self._pieces = {one: self._pieces[one] for one in parameters if one in self._pieces}
 
-    def begin_step(self) -> None:
-        """Clear the notes of the step before, which may have raised."""
+    def begin_step(self, optimizer: optim.Optimizer) -> None:
+        """Clear what is left of the step before, which may have raised."""
+        splits = splits_of(optimizer)
+        if splits is not self._splits:  # whole_view() was called since
+            self._splits, self._pieces = splits, {}
+        self._clear()
+
+    def _clear(self) -> None:
         self._members, self._rest, self._new = [], [], []
 
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Note the tensors that `_init_group` lists for the end of the step, and leave the lists empty."""
+        """Keep what `_init_group` lists until the end of the step, and leave the lists empty."""
         optimizer: Any = self._optimizer()
         self._new += [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         result = _torch.list_tensors(optimizer, group, *lists)
+        # One object for all matrices of the group, by which `runs` finds those that are computed together. A copy, since Muon's
+        # step may be called again, by a scheduler with other options, before the end of this one.
         options, rest = dict(group), list[tuple[Tensor, ...]]()
         for tensors in zip(*lists):
             members = self._members_of(tensors, options)
@@ -98,7 +119,7 @@ class MuonStep:
     def end_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Compute the step of the noted matrices. Collective."""
         members, rest, new = self._members, self._rest, self._new
-        self.begin_step()
+        self._clear()
 
         def newton_schulz(indices: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
             options = members[indices[0]].options
@@ -139,6 +160,7 @@ class MuonStep:
             return None
         for spec in _torch.specs_of(tensors):
             if spec is None or spec.mesh != expected.mesh or spec.placements != expected.placements:
+                self._warn_of_dtensor(f"Gradient or momentum of parameter '{parameter.name}' is distributed otherwise.")
                 return None
         local, grad, momentum = _torch.locals_of(tensors)
         return [_Member(one, one.part(local), one.part(grad), one.part(momentum), options) for one in pieces]
@@ -150,15 +172,18 @@ class MuonStep:
         try:
             return pieces_of(parameter)
         except ValueError as reason:  # tensor parallelism that owners do not support, and DTensor does
-            name = type(self._optimizer()).__name__
-            warn_once(f"{reason} {name} computes with it by DTensor, on every rank: slower, but right.")
+            self._warn_of_dtensor(str(reason))
             return None
+
+    def _warn_of_dtensor(self, reason: str) -> None:
+        name = type(self._optimizer()).__name__
+        warn_once(f"{reason} {name} computes with it by DTensor, on every rank: slower, but right.")
 
 
 def runs(
     indices: Sequence[int], key: Callable[[int], object], nbytes: Callable[[int], int] | None = None
 ) -> Iterator[list[int]]:
-    """Yield positions in `indices`, in runs with equal keys, of up to `RUN_NBYTES` or one."""
+    """Yield runs of positions in `indices`, with equal keys: of several with together at most `RUN_NBYTES`, or of one."""
     run: list[int] = []
     last, room = object(), 0
     for number, index in enumerate(indices):
@@ -190,6 +215,7 @@ def write(
 ) -> None:
     """Write the shards of momenta and weights, in the order of the reference. `shapes`: those of the whole matrices."""
     lr = _torch.scalar_of(options["lr"])
+    # `updates_of` has computed it already, in temporaries: nothing may be written before all ranks have all results.
     torch._foreach_lerp_(momenta, grads, 1 - options["momentum"])
     for weight, update, shape in zip(weights, updates, shapes):
         weight.mul_(1 - lr * options["weight_decay"])  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
@@ -203,10 +229,10 @@ def write(
 def _column_major(update: Tensor) -> Tensor:
     """Return a copy whose columns are contiguous, as Newton-Schulz returns tall matrices.
 
-    On the CPU, bfloat16 additions of tensors with other strides than the sum run in a loop that rounds otherwise.
+    On the CPU, an addition in bfloat16 rounds otherwise if the update has other strides than the weight.
     """
     made = update.new_empty(update.shape[1], update.shape[0] + 1)[:, :-1].t()  # a single row would count as contiguous
     return made.copy_(update)
 
 
-__all__ = ["RUN_NBYTES", "WIRE", "MuonStep", "is_muon", "runs", "updates_of", "write"]
+__all__ = ["RUN_NBYTES", "WIRE", "MuonStep", "is_muon", "runs", "set_splits", "splits_of", "updates_of", "write"]

@@ -31,42 +31,45 @@ from fullshard.core import (
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
-from fullshard.optim.muon import MuonStep, is_muon
+from fullshard.optim.muon import MuonStep, is_muon, splits_of
 from fullshard.optim.step_entries import StepEntries
-from fullshard.optim.whole_view import CACHE, has_whole_view, splits_of
+from fullshard.optim.whole_view import has_whole_view
+
+_CACHE = "_fullshard_optimizer_cache"  # attribute of an optimizer: its _OptimizerCache
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
     """Replace stale parameters in `optimizer`, and return how many were replaced.
 
     Plain parameters are replaced by the sharded ones, or sharded ones by the plain ones after `undo`. Existing optimizer
-    states with the shape of the parameter are sharded. It runs before every `step()`.
+    states with the shape of the parameter are sharded. A step calls it if parameters were replaced since the one before.
     """
     count = 0
     for group in optimizer.param_groups:
         parameters = group["params"]
         for index, parameter in enumerate(parameters):
-            sharded = replacement_of(parameter)
-            if sharded is None:
+            replacement = replacement_of(parameter)
+            if replacement is None:
                 continue
-            parameters[index] = sharded
+            parameters[index] = replacement
             count += 1
             held = optimizer.state.pop(parameter, None)
             if held and has_whole_view(optimizer):  # whole, on the owner
-                optimizer.state[sharded] = held
+                optimizer.state[replacement] = held
             elif held:
-                optimizer.state[sharded] = {key: _shard_state(value, parameter, sharded) for key, value in held.items()}
+                states = {key: _state_like(value, parameter, replacement) for key, value in held.items()}
+                optimizer.state[replacement] = states
         if count:  # two tied parameters may have become one
             group["params"] = list(dict.fromkeys(parameters))
     return count
 
 
-def _shard_state(value: Any, original: Tensor, sharded: nn.Parameter) -> Any:
-    """Return an optimizer state of `original`, sharded like its replacement `sharded`."""
+def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
+    """Return an optimizer state of `original`, distributed like its replacement. Collective after undo()."""
     if not isinstance(value, Tensor) or value.shape != original.shape or value.ndim == 0:
         return value
-    logical = next(iter(logical_parameters([sharded])), None)
-    if logical is None:  # after undo(), unshard the state (collective, like undo())
+    logical = next(iter(logical_parameters([replacement])), None)
+    if logical is None:  # after undo(), which is collective as well
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
@@ -98,16 +101,16 @@ def _warn_once_about(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _OptimizerCache:
-    """Cache of one optimizer with sharded parameters, rebuilt when the parameters of the optimizer change.
+    """Cache of one optimizer, rebuilt when its parameters change.
 
     Attributes:
         entries: entries of its steps in the collective logs.
-        local: computes steps with local shards, or with owners of whole matrices; None if the optimizer does neither.
+        lister: lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
         had_grad: ids of those of `sharded` that had a gradient when the running step began.
     """
 
-    __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "had_grad", "local", "order")
+    __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "had_grad", "lister", "order")
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: _OptimizerCache | None = None) -> None:
         """`before`: the cache that this one takes the place of."""
@@ -117,16 +120,17 @@ class _OptimizerCache:
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
-        self.local: LocalStep | MuonStep | None = None
+        self.lister: LocalStep | MuonStep | None = None
         if self._sharded and is_element_wise(optimizer):
-            self.local = LocalStep(optimizer)
+            self.lister = LocalStep(optimizer)
         elif self._sharded and is_muon(optimizer):
-            # Kept, since a rank may build this cache anew alone, and a new one would compare its plan with the other ranks.
-            kept = None if before is None else before.local
-            self.local = kept if isinstance(kept, MuonStep) else MuonStep(optimizer, splits_of(optimizer))
-            self.local.keep_only(parameter for members in sharded for parameter in members)
+            # One rank alone may build this cache anew. A new MuonStep would compare its plan with the other ranks, which may
+            # have kept theirs, so this rank keeps it, too.
+            kept = None if before is None else before.lister
+            self.lister = kept if isinstance(kept, MuonStep) else MuonStep(optimizer)
+            self.lister.keep_only(parameter for members in sharded for parameter in members)
         self.had_grad: set[int] = set()
-        foreign = self.local is None and is_foreign(optimizer)
+        foreign = self.lister is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
     def __reduce__(self) -> Any:
@@ -135,12 +139,12 @@ class _OptimizerCache:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerCache:
         """Return the cache of `optimizer`, rebuilt if its parameters changed or belong to other units than in the last step."""
-        cache: _OptimizerCache | None = optimizer.__dict__.get(CACHE)
+        cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
         if cache is not None and cache.order is not None:
             cache.order.leave()  # restore the order after a step that raised
         if cache is None or not cache.is_current(optimizer.param_groups):
             rebind(optimizer)
-            cache = optimizer.__dict__[CACHE] = cls(optimizer, cache)
+            cache = optimizer.__dict__[_CACHE] = cls(optimizer, cache)
         return cache
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
@@ -170,27 +174,27 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
             check()
-    if not isinstance(cache.local, LocalStep):
+    if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         use_plain_dtensor([parameter.sharded for parameter in sharded])
         if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
             cache.order.enter(optimizer)
     splits = splits_of(optimizer)
     if splits is not None:
         splits.check_sharded(f"{type(optimizer).__name__}.step()")
-    if isinstance(cache.local, MuonStep):
-        cache.local.begin_step()
-    if cache.local is not None:
-        _torch.have_listed_by(optimizer, cache.local, cache.local.end_step)
+    if isinstance(cache.lister, MuonStep):
+        cache.lister.begin_step(optimizer)
+    if cache.lister is not None:
+        _torch.have_listed_by(optimizer, cache.lister, cache.lister.end_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     restore_subclass()
     _torch.have_listed_by_itself(optimizer)
-    cache = optimizer.__dict__.get(CACHE) or _OptimizerCache.of(optimizer)
+    cache = optimizer.__dict__.get(_CACHE) or _OptimizerCache.of(optimizer)
     if cache.order is not None:
         cache.order.leave()
-    # Noted here, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may clear
-    # the gradients that it made, and a hook of the optimizer may clear them all.
+    # Record the writes, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may
+    # clear the gradients that it made, and a hook of the optimizer may clear them all.
     closure = kwargs.get("closure") or args[1:]
     had_grad = cache.had_grad
     for parameter in cache.sharded:
@@ -201,5 +205,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def install() -> _torch.Undo:
-    """Hook the steps of all optimizers: checks, local steps, and entries in the collective log."""
+    """Hook the steps of all optimizers: checks, steps on local shards and by owners, and entries in the collective log."""
     return _torch.on_optimizer_step(_before_step, _after_step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,45 +15,29 @@ from torch import Tensor
 
 from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, StartedWork, Unit
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
+from fullshard.optim.routes import Route, Routes, Shape
 
 _KIND = "all_to_all"  # `Message.kind` of these collectives
 
 
 Fill = Callable[[Sequence[int], Sequence[Tensor]], None]
-"""Function that writes shards into a message: of these matrices, by index, into these places, which have their shapes."""
+"""`fill(indices, places)` writes this rank's shard of matrix `indices[i]` into `places[i]`, which has its shape."""
 
 OnOwner = Callable[[Sequence[int], list[Tensor]], Sequence[Tensor]]
-"""Function that an owner calls with matrices, by index, and their whole tensors, which it may overwrite. It returns as many
-tensors of the same shapes."""
+"""`function(indices, wholes)` returns a tensor of the same shape for each whole matrix. It may overwrite `wholes`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Across:
+class TensorParallelBlocks:
     """Tensor parallelism: owners have blocks of matrices, and exchange them over the tensor-parallel axis.
 
     Attributes:
         axis: the tensor-parallel axis.
-        matrices: the matrices of all blocks, sharded over `axis`.
+        matrices: for each block the matrix that the blocks of all tensor-parallel ranks form, sharded over `axis`.
     """
 
     axis: ShardAxis
     matrices: Sequence[Matrix]
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """Matrices, shapes and sizes of a bucket's messages, as this rank sends and receives them; equal in every step.
-
-    The memory of a message to the owners and that of the one back are the same, on both sides.
-    """
-
-    start: int  # of this rank's shards in the memory of all results, elements
-    shapes: list[tuple[int, ...]]  # of this rank's shards, by owner
-    sizes: list[int]  # elements of this rank's shards, by owner
-    order: list[int]  # the matrices, by owner
-    owned: list[int]  # the matrices of this rank
-    part_shapes: list[tuple[int, ...]]  # of their shards, by rank and then by matrix
-    part_sizes: list[int]  # elements of their shards, by rank
 
 
 class OwnerExchange:
@@ -63,8 +48,8 @@ class OwnerExchange:
         results of bucket k    --back to the shards-->  (under way while bucket k+1 is computed)
 
     `run` does all of this. `to_owners` and `to_shards` are its two directions, for callers who compute with all matrices of an
-    owner at once. Nothing that the caller holds is changed; `confirm` tells the caller when it may be. All ranks of the axis
-    must make the same calls, in a block of `call()`; each message is in the collective log. If a call raises on one rank, the
+    owner at once. None of them changes a tensor of the caller. After `confirm` the caller may write. All ranks of the axis must
+    make the same calls, in a block of `call()`; each message is in the collective log. If a call raises on one rank, the
     watchdog ends the waits of the others, which raise an error that names it.
     """
 
@@ -76,7 +61,7 @@ class OwnerExchange:
         dtype: torch.dtype,
         doing: str,
         *,
-        across: Across | None = None,
+        blocks: TensorParallelBlocks | None = None,
         batched: bool = False,
         is_inner: bool = False,
     ) -> None:
@@ -88,9 +73,10 @@ class OwnerExchange:
             axis: the axis that the matrices are sharded over.
             dtype: dtype of the messages and of the function's results.
             doing: the call that needs the exchange, for errors.
-            across: for tensor parallelism, how the blocks that `plan` distributes form matrices; else None.
+            blocks: for tensor parallelism, the matrices whose blocks `plan` distributes; else None.
             batched: True to compute matrices of equal shape in a bucket together, False to compute one at a time.
-            is_inner: True for the exchange over a tensor-parallel axis inside of another one, which agrees for both.
+            is_inner: True for an exchange inside of another one, over the tensor-parallel axis. The outer one compares plans
+                and confirms for both: ranks with the same shard of the outer axis derive the inner plan from the same route.
 
         Raises:
             ValueError: on all ranks, if their plans differ.
@@ -102,31 +88,33 @@ class OwnerExchange:
         self._fingerprints = GroupFingerprints(log, unit.unit_name, f"{doing} {plan.digest}")
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # and the memory that each message is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
-        # The memory of the results: for each replica, its matrices by bucket and owner. The shards are sent from there.
-        self._orders = [self._order(replica, plan.buckets) for replica in range(plan.replicas)]
-        self._shapes_of_replicas = [self._shapes(indices, axis.rank) for indices in self._orders]
-        self._most = max(map(_numel, self._shapes_of_replicas))
-        log.allow_message_size(max(plan.slot_nbytes, self._most * dtype.itemsize))
-        self._routes: list[_Route] = []
-        start = 0
-        for bucket in plan.buckets:
-            self._routes.append(self._route(bucket, start))
-            start += sum(self._routes[-1].sizes)
-        axes = [axis] if across is None else [axis, across.axis]
-        self.is_alone = is_inner or all(one.ranks * one.replica_count == 1 for one in axes)
+        self._routes = Routes(plan, axis.rank, self._replica)
+        log.allow_message_size(max(plan.slot_nbytes, self._routes.results_numel * dtype.itemsize))
+        axes = [axis] if blocks is None else [axis, blocks.axis]
+        self.is_on_one_rank = all(one.ranks * one.replica_count == 1 for one in axes)
+        self._agrees = not (is_inner or self.is_on_one_rank)
         self._agreement = Agreement(communicator, axes, unit.unit_name, doing, f"{unit.global_id} {doing}")
-        content = plan.digest if across is None else f"{plan.digest} {across.matrices}"
-        if not self.is_alone and not self._agreement.all_equal(content.encode()):
+        content = plan.digest if blocks is None else f"{plan.digest} {blocks.matrices}"
+        if self._agrees and not self._agreement.all_equal(content.encode()):
             raise ValueError(
                 f"{doing}: the ranks have different matrices, or give them different costs. Pass the same parameters on all "
                 "ranks, and run the same backward on all of them, so that the same parameters have gradients."
             )
-        self._inner: list[OwnerExchange] | None = None
-        if across is not None:
+        self._inner: list[OwnerExchange] | None = None  # of each bucket
+        if blocks is not None:
             self._inner = [
-                OwnerExchange(self._plan_across(route, across), unit, across.axis, dtype, doing, batched=batched, is_inner=True)
-                for route in self._routes
+                OwnerExchange(
+                    self._plan_of_blocks(route, blocks), unit, blocks.axis, dtype, doing, batched=batched, is_inner=True
+                )
+                for route in self._routes.buckets
             ]
+
+    def _plan_of_blocks(self, route: Route, blocks: TensorParallelBlocks) -> OwnerPlan:
+        """Return the plan of a bucket's blocks over the tensor-parallel axis."""
+        costs: dict[Matrix, float] = {blocks.matrices[index]: self.plan.costs[index] for index in route.owned}
+        known: Cost = costs.__getitem__
+        every = [blocks.matrices[index] for index in route.owned]
+        return plan_owners(every, blocks.axis.ranks, replicas=1, cost=known, itemsize=self.plan.itemsize)
 
     def serves(self, plan: OwnerPlan, unit: Unit) -> bool:
         """Return True if an exchange made anew for this plan would be equal, so that this one can be used."""
@@ -135,9 +123,10 @@ class OwnerExchange:
     @property
     def owned(self) -> list[int]:
         """The matrices that this rank owns."""
+        routes = self._routes.buckets
         if self._inner is None:
-            return [index for route in self._routes for index in route.owned]
-        return [route.owned[index] for route, inner in zip(self._routes, self._inner) for index in inner.owned]
+            return [index for route in routes for index in route.owned]
+        return [route.owned[index] for route, inner in zip(routes, self._inner) for index in inner.owned]
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -146,7 +135,7 @@ class OwnerExchange:
             try:
                 yield
             finally:
-                self._leave()
+                self._abandon()
 
     def run(self, fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of each result. Collective.
@@ -158,20 +147,17 @@ class OwnerExchange:
         Returns:
             For each matrix a tensor with the shape of the shard, in the dtype of the messages.
         """
-        every, own = self._memory_of_results()
-        there = self._send_to_owners(0, fill, own) if self._routes else None
+        all_results, own_results = self._memory_of_results()
         back: CollectiveCall | None = None
-        for number, route in enumerate(self._routes):
-            assert there is not None
-            slot, call = there
-            there = self._send_to_owners(number + 1, fill, own) if number + 1 < len(self._routes) else None
-            self._wait(call)
+        # The shards are sent from the memory where the results arrive. So nothing needs memory of its own on this side.
+        for number, slot in self._arriving(fill, own_results):
+            route = self._routes.buckets[number]
             self._compute(number, slot, function)
-            before, back = back, self._send(_of(route, own), slot, route.sizes, route.part_sizes, "results of owners")
+            previous, back = back, self._send_back(route, slot, own_results)
             del slot
-            self._wait(before)
+            self._wait(previous)  # frees its slot: one bucket arrives, one is computed, one leaves, and no more are in memory
         self._wait(back)
-        return self._results(every)
+        return self._results(all_results)
 
     def to_owners(self, fill: Fill) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns, by index. Collective.
@@ -183,17 +169,12 @@ class OwnerExchange:
             Tensors with memory of their own.
         """
         found: dict[int, Tensor] = {}
-        there = self._send_to_owners(0, fill) if self._routes else None
-        for number, route in enumerate(self._routes):
-            assert there is not None
-            slot, call = there
-            there = self._send_to_owners(number + 1, fill) if number + 1 < len(self._routes) else None
-            self._wait(call)
+        for number, slot in self._arriving(fill):
             wholes = self._assembled(number, slot)
             if self._inner is not None:
-                wholes = {
-                    route.owned[index]: whole for index, whole in self._inner[number].to_owners(_filling(route, wholes)).items()
-                }
+                route = self._routes.buckets[number]
+                of_blocks = self._inner[number].to_owners(_fill_from(route, wholes))
+                wholes = {route.owned[index]: whole for index, whole in of_blocks.items()}
             found.update(wholes)
         return found
 
@@ -206,74 +187,83 @@ class OwnerExchange:
         Returns:
             For each matrix a tensor with the shape of the shard, in the dtype of the messages.
         """
-        every, own = self._memory_of_results()
-        before: CollectiveCall | None = None
-        for number, route in enumerate(self._routes):
-            slot = self._new(sum(route.part_sizes))
+        all_results, own_results = self._memory_of_results()
+        back: CollectiveCall | None = None
+        for number, route in enumerate(self._routes.buckets):
+            slot = self._new(route.owned_numel)
             blocks = wholes
             if self._inner is not None:
                 inner = self._inner[number]
                 parts = inner.to_shards({index: wholes[route.owned[index]] for index in inner.owned})
                 blocks = dict(zip(route.owned, parts))
-            for index, places in self._parts(number, slot).items():
-                self._fill(places, index, blocks[index])
-            call = self._send(_of(route, own), slot, route.sizes, route.part_sizes, "results of owners")
-            self._wait(before)
-            before = call
-        self._wait(before)
-        return self._results(every)
+            for index, parts_of_matrix in self._parts(number, slot).items():
+                self._copy_to_parts(parts_of_matrix, index, blocks[index])
+            previous, back = back, self._send_back(route, slot, own_results)
+            del slot
+            self._wait(previous)
+        self._wait(back)
+        return self._results(all_results)
 
     def confirm(self, content: bytes = b"") -> bool:
         """Wait until all ranks are here, and return True if their `content` is equal. Collective.
 
-        No rank changes anything before. The host waits too: on an accelerator it runs ahead, and would queue the writes behind
-        messages that a failed rank never sends.
+        Call this before writing. The host waits here, too: on an accelerator it runs ahead, and would queue the writes before
+        it knows whether another rank failed.
         """
-        return self.is_alone or self._agreement.all_equal(content)
+        return not self._agrees or self._agreement.all_equal(content)
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Return the element-wise maximum of small tensors over all ranks. Collective."""
-        return tensor if self.is_alone else self._agreement.maximum(tensor)
+        return self._agreement.maximum(tensor) if self._agrees else tensor
 
     # --- work of the owner ---
 
     def _compute(self, number: int, slot: Tensor, function: OnOwner) -> None:
         """Replace the whole matrices of a bucket, of which `slot` has the parts, by the function's results."""
-        route, parts = self._routes[number], self._parts(number, slot)
+        route, parts = self._routes.buckets[number], self._parts(number, slot)
         if self._inner is not None:
             blocks = self._assembled(number, slot)
 
             def on_owner(numbers: Sequence[int], wholes: list[Tensor]) -> Sequence[Tensor]:
                 return function([route.owned[one] for one in numbers], wholes)
 
-            results = self._inner[number].run(_filling(route, blocks), on_owner)
+            results = self._inner[number].run(_fill_from(route, blocks), on_owner)
             for index, result in zip(route.owned, results):
-                self._fill(parts[index], index, result)
+                self._copy_to_parts(parts[index], index, result)
             return
         for batch in self._batches(route.owned):
             wholes = [self._whole(index, parts[index], slot) for index in batch]
-            for index, whole, result in zip(batch, list(wholes), function(batch, wholes), strict=True):
-                if _place(result) != _place(whole) and _place(result)[0] == _place(slot)[0]:
-                    result = result.clone()  # another view of the memory that is written next
-                self._fill(parts[index], index, result)
-            del wholes, whole, result  # before the next ones are assembled
+            layouts = [_storage_layout(whole) for whole in wholes]
+            for index, layout, result in zip(batch, layouts, function(batch, wholes), strict=True):
+                found = _storage_layout(result)
+                if found != layout and found[0] == _storage_layout(slot)[0]:
+                    # The result is another view of the slot, such as a transposed one: copying part by part would read what
+                    # it has overwritten.
+                    result = result.clone()
+                self._copy_to_parts(parts[index], index, result)
+            del wholes, result  # before the next ones are assembled
 
     def _batches(self, indices: Sequence[int]) -> list[list[int]]:
-        """Return the matrices that are computed together. They depend on the plan alone, as rounding in batches does."""
+        """Return the matrices that are computed together.
+
+        This depends on the plan alone, so that a matrix is in a batch with the same others in each step: products in batches
+        may round otherwise.
+        """
         if not self._batched:
             return [[index] for index in indices]
-        alike: dict[tuple[int, ...], list[int]] = {}
+        alike: dict[Shape, list[int]] = {}
         for index in indices:
             alike.setdefault(self.plan.matrices[index].shape, []).append(index)
         return list(alike.values())
 
     def _parts(self, number: int, slot: Tensor) -> dict[int, list[Tensor]]:
         """Return the parts of each matrix of a bucket that this rank owns. `slot`: all parts, by rank and then by matrix."""
-        route = self._routes[number]
+        route = self._routes.buckets[number]
         parts = _views(slot, route.part_shapes)
         return {index: parts[place :: len(route.owned)] for place, index in enumerate(route.owned)}
 
     def _assembled(self, number: int, slot: Tensor) -> dict[int, Tensor]:
+        """Return the whole matrices of a bucket that this rank owns, by index."""
         return {index: self._whole(index, parts, slot) for index, parts in self._parts(number, slot).items()}
 
     def _whole(self, index: int, parts: list[Tensor], slot: Tensor) -> Tensor:
@@ -283,76 +273,51 @@ class OwnerExchange:
             return slot.view(matrix.shape)
         return torch.cat(parts, matrix.dim)
 
-    def _fill(self, parts: list[Tensor], index: int, whole: Tensor) -> None:
+    def _copy_to_parts(self, parts: list[Tensor], index: int, whole: Tensor) -> None:
         """Copy a whole matrix to its parts."""
         dim = self.plan.matrices[index].dim
         for part, rows in zip(parts, whole.split([part.shape[dim] for part in parts], dim)):
             part.copy_(rows)
 
-    def _plan_across(self, route: _Route, across: Across) -> OwnerPlan:
-        """Return the plan of a bucket's blocks over the tensor-parallel axis."""
-        plan = self.plan
-        costs: dict[Matrix, float] = {across.matrices[index]: plan.costs[index] for index in route.owned}
-        known: Cost = costs.__getitem__
-        every = [across.matrices[index] for index in route.owned]
-        return plan_owners(every, across.axis.ranks, replicas=1, cost=known, itemsize=plan.itemsize)
-
     # --- messages ---
 
-    def _order(self, replica: int, buckets: Iterable[Sequence[int]]) -> list[int]:
-        """Return the matrices that a replica owns, by bucket and owner."""
-        plan = self.plan
-        by_owner = (
-            sorted(plan.of_replica(replica, bucket), key=lambda index: (plan.owners[index], index)) for bucket in buckets
-        )
-        return [index for order in by_owner for index in order]
-
-    def _route(self, bucket: Sequence[int], start: int) -> _Route:
-        plan, here = self.plan, self._axis.rank
-        order = self._order(self._replica, [bucket])
-        by_owner: list[list[int]] = [[] for _ in range(plan.ranks)]
-        for index in order:
-            by_owner[plan.owners[index] % plan.ranks].append(index)
-        owned = by_owner[here]
-        parts = [self._shapes(owned, rank) for rank in range(plan.ranks)]
-        return _Route(
-            start=start,
-            shapes=self._shapes(order, here),
-            sizes=[_numel(self._shapes(indices, here)) for indices in by_owner],
-            order=order,
-            owned=owned,
-            part_shapes=[shape for shapes in parts for shape in shapes],
-            part_sizes=[_numel(shapes) for shapes in parts],
-        )
-
-    def _shapes(self, indices: Sequence[int], rank: int) -> list[tuple[int, ...]]:
-        """Return the shapes of a rank's shards of these matrices."""
-        return [self.plan.matrices[index].shard_shape(self.plan.ranks, rank) for index in indices]
-
     def _memory_of_results(self) -> tuple[Tensor, Tensor]:
-        """Return memory for this rank's parts of all results, and the part of it for what this replica computes."""
-        every = self._new(self.plan.replicas * self._most)
-        return every, every[self._replica * self._most :][: self._most]
+        """Return memory for this rank's parts of all results, and the part of it for the results of this replica."""
+        numel = self._routes.results_numel
+        every = self._new(self.plan.replicas * numel)
+        return every, every[self._replica * numel :][:numel]
 
-    def _send_to_owners(self, number: int, fill: Fill, own: Tensor | None = None) -> tuple[Tensor, CollectiveCall | None]:
-        """Start the message of a bucket to the owners. Return the memory in which the parts of own matrices arrive.
+    def _arriving(self, fill: Fill, memory: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield each bucket's number and slot when its shards have arrived, while those of the next bucket are under way.
 
-        The shards are sent from `own`, the memory of the results, where the results replace them.
+        `memory`: the shards are sent from there, by bucket; None to allocate memory for each message.
         """
-        route = self._routes[number]
-        sent = self._new(sum(route.sizes)) if own is None else _of(route, own)
-        received = self._new(sum(route.part_sizes))
-        fill(route.order, _views(sent, route.shapes))
-        return received, self._send(received, sent, route.part_sizes, route.sizes, "matrices to their owners")
+        sent: deque[tuple[Tensor, CollectiveCall | None]] = deque()
+        for number, route in enumerate(self._routes.buckets):
+            slot = self._new(route.owned_numel)
+            shards = self._new(route.numel) if memory is None else _part_of(route, memory)
+            fill(route.order, _views(shards, route.shapes))
+            sent.append((slot, self._send(slot, shards, route.part_sizes, route.sizes, "matrices to their owners")))
+            del slot, shards
+            if number:
+                self._wait(sent[0][1])
+                yield number - 1, sent.popleft()[0]  # without a reference from here, so that the caller can free it
+        if sent:
+            self._wait(sent[0][1])
+            yield len(self._routes.buckets) - 1, sent.popleft()[0]
+
+    def _send_back(self, route: Route, slot: Tensor, results: Tensor) -> CollectiveCall | None:
+        """Start the message of a bucket's results."""
+        return self._send(_part_of(route, results), slot, route.sizes, route.part_sizes, "results of owners")
 
     def _results(self, every: Tensor) -> list[Tensor]:
         """Return this rank's part of each result, after the all-gather over replicas."""
-        plan = self.plan
-        slots = [every[replica * self._most :][: self._most] for replica in range(plan.replicas)]
-        if plan.replicas > 1 and self._most:
+        plan, routes = self.plan, self._routes
+        slots = [every[replica * routes.results_numel :][: routes.results_numel] for replica in range(plan.replicas)]
+        if plan.replicas > 1 and routes.results_numel:
             self._share(every, slots[self._replica])
         results: list[Tensor] = [every] * len(plan.matrices)
-        for order, slot, shapes in zip(self._orders, slots, self._shapes_of_replicas):
+        for order, slot, shapes in zip(routes.orders, slots, routes.shapes):
             for index, part in zip(order, _views(slot, shapes)):
                 results[index] = part
         return results
@@ -376,7 +341,8 @@ class OwnerExchange:
         if group is None or self.plan.ranks == 1:
             received.copy_(sent)
             return None
-        collectives: Any = communicator.collectives.of_process_group(group)  # built-in ones: users' own need no all-to-all
+        # The built-in collectives, since custom ones need not implement all_to_all.
+        collectives: Any = communicator.collectives.of_process_group(group)
         all_to_all = partial(collectives.all_to_all, received, sent, received_sizes, sent_sizes)
         start = self._counted(_KIND, sent, self.plan.ranks, all_to_all)
         call = communicator.send(communicator.all_gather_stream, self._fingerprints, action, start)
@@ -397,26 +363,26 @@ class OwnerExchange:
             call.wait()
             del self._in_flight[call]
 
-    def _leave(self) -> None:
-        """Behind an exception: order the compute stream behind messages in flight, whose memory is about to be freed.
+    def _abandon(self) -> None:
+        """Order the compute stream behind the messages that an exception left in flight, whose memory is about to be freed.
 
         On the CPU messages keep their memory alive themselves, and may never come.
         """
         left, self._in_flight = self._in_flight, {}
         for inner in self._inner or ():
-            inner._leave()
+            inner._abandon()
         if self._communicator.async_device is not None:
             for call in left:
                 with suppress(Exception):
                     call.wait()
 
 
-def _of(route: _Route, own: Tensor) -> Tensor:
+def _part_of(route: Route, results: Tensor) -> Tensor:
     """Return the part of a bucket in the memory of the results."""
-    return own[route.start :][: sum(route.sizes)]
+    return results[route.start :][: route.numel]
 
 
-def _filling(route: _Route, blocks: Mapping[int, Tensor]) -> Fill:
+def _fill_from(route: Route, blocks: Mapping[int, Tensor]) -> Fill:
     """Return a function that writes blocks of a bucket into a message, by their numbers in `route.owned`."""
 
     def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
@@ -431,19 +397,15 @@ def copy_into(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_([*places], [*tensors])
 
 
-def _place(tensor: Tensor) -> tuple[int, ...]:
+def _storage_layout(tensor: Tensor) -> tuple[int, ...]:
     """Return the address of the storage, and where in it each element is."""
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), *tensor.stride()
 
 
-def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
-    return sum(map(prod, shapes))
-
-
-def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """Return tensors of these shapes, one behind the other from the start of `flat`."""
     sizes = [prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
 
 
-__all__ = ["Across", "Fill", "OwnerExchange", "copy_into"]
+__all__ = ["Fill", "OwnerExchange", "TensorParallelBlocks", "copy_into"]

@@ -1,4 +1,4 @@
-"""Owners of whole matrices: which rank computes with which matrix, and the messages in which matrices travel. Integers only."""
+"""Owners of whole matrices: which rank computes with which matrix, and in which messages they travel. No tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fullshard.errors import check_positive_int
 BUCKET_NBYTES = 32 << 20
 """Limit of the whole matrices of one owner in a bucket, bytes, unless the largest matrix is larger."""
 
-H100 = 534e12
+H100_FLOPS = 534e12
 """Flop/s of large bfloat16 products on an H100, as `explain` expects them."""
 
-_FLOPS = 2 * 5  # of a unit of `Matrix.cost`: a multiplication and an addition, in five iterations
+_FLOPS = 2 * 5  # flop per unit of `Matrix.cost`: a multiplication and an addition, in five iterations
 WIRE_ITEMSIZE = 2  # bytes of an element on its way: Newton-Schulz reads and returns bfloat16
 
 
@@ -35,7 +35,7 @@ class Matrix:
         dim: the dim that is sharded, by torch.chunk's rule.
         start: where it begins in its parameter, along `dim`.
         length: length of its parameter along `dim`; None if it has all of it.
-        is_piece: True for a part of a parameter. A leading dim of 1 of a part, as of one expert of a stack, is not counted.
+        is_piece: True for a part of a parameter. `own_shape` of a part drops a leading dim of 1, as of one expert of a stack.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Multiplications of one Newton-Schulz iteration, up to a factor: three products of the smaller side."""
+        """Multiplications of one Newton-Schulz iteration: with s the smaller side and l the larger, s²l + s³ + s²l."""
         small, large = sorted(self.sides)
         return small * small * (2 * large + small)
 
@@ -85,7 +85,7 @@ class Matrix:
             rank: the rank among them, from 0.
 
         Returns:
-            The shape.
+            Its rows along `dim`, and all of the other dims.
         """
         return (*self.shape[: self.dim], len(self.rows(ranks, rank)), *self.shape[self.dim + 1 :])
 
@@ -97,7 +97,7 @@ class Matrix:
             rank: the rank among them, from 0.
 
         Returns:
-            The number.
+            Elements; 0 if the rank has no rows of the matrix.
         """
         return prod(self.shard_shape(ranks, rank))
 
@@ -200,15 +200,14 @@ class OwnerPlan:
             replica: its replica, from 0.
 
         Returns:
-            The bytes.
+            Bytes, with the padding of the all-gather over replicas, which all send as much as the one with the most.
         """
         numel = 0
         for index in self.of_replica(replica):
             matrix, owner = self.matrices[index], self.owners[index] % self.ranks
             mine = matrix.shard_numel(self.ranks, rank)
             numel += prod(matrix.shape) - mine if owner == rank else mine
-            numel += (self.replicas - 1) * mine
-        return numel * self.itemsize
+        return numel * self.itemsize + (self.replicas - 1) * self.results_nbytes(rank) // self.replicas
 
     @property
     def slot_nbytes(self) -> int:
@@ -218,19 +217,27 @@ class OwnerPlan:
     def peak_nbytes(self, rank: int, replica: int = 0) -> int:
         """Return the bytes that an exchange allocates at most on a rank.
 
-        Not counted are the memory of the function itself; of Muon, two copies of the gradients whose updates are computed
-        together, of up to 16 MiB or one shard; the copies of a batch; and the exchange over a tensor-parallel axis.
+        Counted are
 
-        Up to three buckets of whole matrices are in memory at once: one arrives, one is computed, one leaves. This rank's
-        shards of all matrices are there in the dtype of the messages, of other replicas' matrices as well, until all ranks
-        have all results. A matrix is there twice while the function computes with it, unless it is the only one of its bucket.
+        - up to three buckets of whole matrices: one arrives, one is computed, one leaves;
+        - until all ranks have all results, this rank's shards of all matrices in the dtype of the messages, of other replicas'
+          matrices as well;
+        - a second copy of a matrix while the function computes with it, unless it is sharded along dim 0 and the only one that
+          the owner has in the bucket.
+
+        Not counted are
+
+        - the memory of the function itself;
+        - of Muon, two copies of the gradients whose updates are computed together, of up to 16 MiB or one shard;
+        - the copies of a batch;
+        - the exchange over a tensor-parallel axis.
 
         Args:
             rank: its index among the shards, from 0.
             replica: its replica, from 0.
 
         Returns:
-            The bytes.
+            Bytes.
         """
         slots = [self._slots(bucket)[rank + self.ranks * replica] for bucket in self.buckets]
         around = [sum(slots[max(0, number - 1) : number + 2]) for number in range(len(slots))]
@@ -248,7 +255,7 @@ class OwnerPlan:
             rank: its index among the shards, from 0.
 
         Returns:
-            The bytes; with replicas, of as much per replica as the one with the most has.
+            Bytes. With replicas, each has as much room as the largest needs.
         """
         shards = (
             sum(self.matrices[index].shard_numel(self.ranks, rank) for index in self.of_replica(replica))
@@ -278,7 +285,7 @@ class OwnerPlan:
         work = ""
         if self.costs == tuple(matrix.cost for matrix in self.matrices):  # of Newton-Schulz
             most = max(self.loads) * _FLOPS
-            work = f": {most / 1e12:,.2f} Tflop of Newton-Schulz, about {most / H100 * 1e3:,.1f} ms on an H100"
+            work = f": {most / 1e12:,.2f} Tflop of Newton-Schulz, about {most / H100_FLOPS * 1e3:,.1f} ms on an H100"
         return (
             f"{len(self.matrices)} matrices on {where}, {min(counts)} to {max(counts)} each, in buckets: "
             f"{len(self.buckets)}\nthe busiest rank computes {self.imbalance:.2f} times the mean{work}\na rank sends at most "
@@ -299,16 +306,16 @@ def plan_owners(
 
     The longest computation goes to the rank with the least so far; of equal ranks to that with the fewest bytes, then to the
     first one. A matrix that one rank has whole, as an expert of a stack, needs no message: that rank owns it, as long as this
-    gives it no more than the mean of all. The plan depends on names, shapes and the number of ranks only, so it is equal on
-    all ranks.
+    gives it no more than the mean of all. The plan is a function of the arguments only, so it is equal on ranks that pass equal
+    ones.
 
     Args:
-        matrices: (name, shape) or (name, parameter) of each matrix, or `Matrix` objects; shapes of two dims. A model's
-            parameters of other dims are for another optimizer, and left out here.
+        matrices: (name, shape) or (name, parameter) of each matrix, of two dims, or `Matrix` objects. Leave out parameters of
+            other dims, which are for another optimizer.
         ranks: number of ranks over which each matrix is sharded.
         replicas: number of replicas of the shards, on a hybrid mesh.
-        bucket_nbytes: bytes of whole matrices that one owner has in a bucket, unless one matrix has more; None for 32 MiB or
-            the largest matrix.
+        bucket_nbytes: bytes of whole matrices that one owner has in a bucket, unless one matrix has more; None for 32 MiB, or
+            the size of the largest matrix if that is more.
         cost: function of a `Matrix` that returns the time to compute with it, in any unit; None for that of Newton-Schulz.
         itemsize: bytes of an element on its way: 2 for bfloat16.
 
@@ -316,7 +323,7 @@ def plan_owners(
         The plan.
 
     Raises:
-        ValueError: if a matrix has not two dims, a cost is negative or not finite, or a number is less than 1.
+        ValueError: if a shape or parameter has not two dims, a cost is negative or not finite, or a number is less than 1.
 
     Example:
         >>> print(plan_owners([("up", (4096, 1024)), ("down", (1024, 4096)), ("out", (1024, 1024))], ranks=2))
@@ -352,7 +359,10 @@ def _matrix(name: str, value: Any) -> Matrix:
 def _owners(
     matrices: Sequence[Matrix], costs: Sequence[float], longest_first: Sequence[int], ranks: int, replicas: int
 ) -> list[int]:
-    """Return the owner of each matrix: in this order, the rank with the least work."""
+    """Return the owner of each matrix, chosen in the order `longest_first`.
+
+    It is the rank that has the matrix whole, unless this gives that rank more than the mean; else the rank with the least work.
+    """
     owners, mean = [0] * len(matrices), sum(costs) / (ranks * replicas)
     loads: list[tuple[float, int]] = [(0, 0)] * (ranks * replicas)  # (cost, elements)
     least = [(*load, owner) for owner, load in enumerate(loads)]  # a heap, whose entries of former loads are skipped
@@ -373,10 +383,10 @@ def _owners(
 def _buckets(
     matrices: Sequence[Matrix], owners: Sequence[int], longest_first: Sequence[int], limit: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets, of up to `limit` elements per owner. Each owner has a part of every bucket while it has some left.
+    """Return the buckets, of up to `limit` elements per owner. Each owner has matrices in every bucket until it has none left.
 
-    All owners begin with their longest matrices, so that they have about as much work in each bucket, after which they wait for
-    each other.
+    All owners begin with their longest matrices, so that they have about equal work in each bucket: they wait for each other
+    behind it.
     """
     buckets: list[list[int]] = []
     by_owner: dict[int, list[int]] = {}

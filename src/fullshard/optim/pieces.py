@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,43 +71,49 @@ class Pieces:
 Split = Mapping[nn.Parameter, "int | Sequence[int] | Pieces"]
 
 
+MeshKey = tuple[Any, ...]
+"""Key of the process groups over which a matrix is distributed."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """One matrix of a sharded parameter, as this rank has it.
 
-    parameter --tensor parallelism--> block of this rank --shard axis--> shard; a split cuts all three.
+        parameter  --tensor parallelism-->  block of this rank  --shard axis-->  shard
+        whole                               matrix                               cut        of the piece in each of these
 
     Attributes:
         parameter: the parameter.
         unit: its unit.
-        matrix: the matrix of this rank's block, sharded over the shard axis.
-        across: the tensor-parallel axis over which the blocks are parts of one matrix; None if the block is the matrix.
-        whole: with `across`, the matrix of all blocks, sharded over `across`; else `matrix`.
-        cut: (dim, start, length) of the piece in this rank's shard; None for all of it.
+        matrix: the piece in this rank's block, sharded over the shard axis.
+        tensor_parallel: the tensor-parallel axis over which the piece is distributed; None if this rank's block has all of it.
+        whole: with `tensor_parallel`, the matrix that the blocks of all its ranks form, sharded over it; else `matrix`.
+        cut: (dim, start, length) of the piece in this rank's shard; None for all of the shard.
         number: its number among the pieces of the parameter; None if the parameter is one matrix.
-        count: number of pieces of the parameter.
+        count: number of pieces of the parameter, in all blocks.
+        place: its rows in the parameter, as "[0:4]"; empty for all of them.
     """
 
     parameter: ShardedParameter
     unit: Unit
     matrix: Matrix
-    across: ShardAxis | None
+    tensor_parallel: ShardAxis | None
     whole: Matrix
     cut: tuple[int, int, int] | None
     number: int | None
     count: int
+    place: str
 
     @property
     def name(self) -> str:
         """Names of the unit and of the parameter in it, and the range of the piece."""
-        _, _, place = self.whole.name.partition("[")
-        names = (self.unit.unit_name.name, self.parameter.name)
-        return ".".join(filter(None, names)) + (f"[{place}" if place else "")
+        return _name_of(self.parameter, self.unit) + self.place
 
     @property
-    def mesh(self) -> tuple[Any, ...]:
+    def mesh_key(self) -> MeshKey:
         """Key of the process groups over which the matrix is distributed."""
-        return *self.parameter.sharding.axis.key, None if self.across is None else self.across.key
+        axis = self.tensor_parallel
+        return *self.parameter.sharding.axis.key, None if axis is None else axis.key
 
     def part(self, shard: Tensor) -> Tensor:
         """Return the piece in this rank's shard of the parameter, its gradient, or another tensor of that shape; a view."""
@@ -128,32 +135,70 @@ def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Pi
     """
     unit = owner_of(parameter)
     assert unit is not None
-    sharding, name = parameter.sharding, ".".join(filter(None, (unit.unit_name.name, parameter.name)))
-    axis, shape, dim = sharding.axis, tuple(sharding.shape), sharding.dim
+    name, shape = _name_of(parameter, unit), tuple(parameter.sharding.shape)
     blocks = _blocks_of(parameter, name)
-    cut_dim, ranges = (0, [range(shape[0])]) if how is None else (how.dim, how.ranges(shape, name=name))
+    if how is None:
+        return [_piece(parameter, unit, blocks, 0, range(shape[0]), 0, None, 1)]
     found: list[Piece] = []
+    ranges = how.ranges(shape, name=name)
     for number, rows in enumerate(ranges):
-        title, is_all, across = f"{unit.global_id} {parameter.name}", len(rows) == shape[cut_dim], blocks
-        whole_shape = _with_length(shape, cut_dim, len(rows))
-        if not is_all:
-            title += f"[{': ,' * cut_dim}{rows.start}:{rows.stop}]"
-            if blocks is not None and blocks.dim == cut_dim:  # the block has the whole piece, or nothing of it
-                if not blocks.contains(rows, name=name):
-                    continue
-                rows, across = range(rows.start - blocks.own.start, rows.stop - blocks.own.start), None
-        own_shape = whole_shape if across is None else _with_length(whole_shape, across.dim, len(across.own))
-        if is_all or cut_dim != dim:
-            matrix = Matrix(title, own_shape, dim, is_piece=how is not None)
-            cut = None if is_all else (cut_dim, rows.start, len(rows))
-        else:
-            matrix = Matrix(title, own_shape, dim, rows.start, sharding.local_shape[dim], is_piece=True)
-            here = len(matrix.rows(axis.ranks, axis.rank))
-            cut = dim, max(0, rows.start - sharding.extent.start) if here else 0, here
-        whole = matrix if across is None else Matrix(title, whole_shape, across.dim, is_piece=how is not None)
-        over = None if across is None else across.axis
-        found.append(Piece(parameter, unit, matrix, over, whole, cut, None if how is None else number, len(ranges)))
+        of_blocks, begin = blocks, 0
+        if blocks is not None and blocks.dim == how.dim and len(ranges) > 1:
+            # The tensor-parallel axis shards the dim that is split. So a block has a piece as a whole, or nothing of it.
+            if not blocks.contains(rows, name=name):
+                continue
+            of_blocks, begin = None, blocks.own.start
+        found.append(_piece(parameter, unit, of_blocks, how.dim, rows, begin, number, len(ranges)))
     return found
+
+
+def _piece(
+    parameter: ShardedParameter,
+    unit: Unit,
+    blocks: _Blocks | None,
+    dim: int,
+    rows: range,
+    begin: int,
+    number: int | None,
+    count: int,
+) -> Piece:
+    """Return the piece of these rows of `dim`.
+
+    Args:
+        parameter: the parameter.
+        unit: its unit.
+        blocks: the blocks over which the piece is distributed; None if this rank's block has all of it.
+        dim: the dim that is split.
+        rows: its rows in the parameter.
+        begin: the first row of this rank's block, if the block has all of the piece.
+        number: its number; None if the parameter is one matrix.
+        count: number of pieces.
+    """
+    sharding, is_piece = parameter.sharding, number is not None
+    shape = tuple(sharding.shape)
+    is_all = len(rows) == shape[dim]
+    place = "" if is_all else f"[{': ,' * dim}{rows.start}:{rows.stop}]"
+    title = f"{unit.global_id} {parameter.name}{place}"
+    whole_shape = _with_length(shape, dim, len(rows))
+    block_shape = whole_shape if blocks is None else _with_length(whole_shape, blocks.dim, len(blocks.own))
+    start = rows.start - begin  # in this rank's block
+    cut: tuple[int, int, int] | None = None
+    if is_all:
+        matrix = Matrix(title, block_shape, sharding.dim, is_piece=is_piece)
+    elif dim != sharding.dim:  # each shard has the same rows of the piece
+        matrix = Matrix(title, block_shape, sharding.dim, is_piece=is_piece)
+        cut = dim, start, len(rows)
+    else:  # the shard axis shards the dim that is split, so the piece is a range of the rows of all shards
+        matrix = Matrix(title, block_shape, dim, start, sharding.local_shape[dim], is_piece=True)
+        here = len(matrix.rows(sharding.axis.ranks, sharding.axis.rank))
+        cut = dim, max(0, start - sharding.extent.start) if here else 0, here
+    whole = matrix if blocks is None else Matrix(title, whole_shape, blocks.dim, is_piece=is_piece)
+    over = None if blocks is None else blocks.axis
+    return Piece(parameter, unit, matrix, over, whole, cut, number, count, place)
+
+
+def _name_of(parameter: ShardedParameter, unit: Unit) -> str:
+    return ".".join(filter(None, (unit.unit_name.name, parameter.name)))
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -183,7 +228,7 @@ class _Blocks:
         size = len(self.own)
         if rows.start // size != (rows.stop - 1) // size:
             raise ValueError(
-                f"Rows {rows.start} to {rows.stop} of dim {self.dim} of parameter '{name}' are one piece, but tensor "
+                f"Rows {rows.start} to {rows.stop - 1} of dim {self.dim} of parameter '{name}' are one piece, but tensor "
                 f"parallelism cuts it at {(rows.start // size + 1) * size}. Choose pieces that lie in one block each."
             )
         return rows.start in self.own
@@ -211,12 +256,12 @@ def _blocks_of(parameter: ShardedParameter, name: str) -> _Blocks | None:
 
 
 class Splits:
-    """How parameters are split, by the parameters that the caller gave: also after undo() and another fully_shard()."""
+    """How parameters are split, found by the caller's parameter, also when undo() or fully_shard() has replaced it."""
 
     __slots__ = ("_pieces",)
 
     def __init__(self, split: Split | None, parameters: Iterable[Tensor]) -> None:
-        """Check a split.
+        """Check a split, and keep it.
 
         Args:
             split: as the caller gave it, by sharded parameter.
@@ -230,10 +275,10 @@ class Splits:
         for tensor, how in (split or {}).items():
             logical = next(iter(logical_parameters([tensor])), None)
             if logical is None or id(tensor) not in known:
-                what = "of other parameters" if logical is not None else f"a {type(tensor).__name__} that is not sharded"
+                what = "that is not sharded" if logical is None else "that is not among those of the call"
                 raise ValueError(
-                    f"Expected sharded parameters of the call as keys of split, got {what} (shape {tuple(tensor.shape)}). Call "
-                    "fully_shard() first, and take the parameters from the model then."
+                    f"Expected sharded parameters of the call as keys of split, got a {type(tensor).__name__} {what} (shape "
+                    f"{tuple(tensor.shape)}). Call fully_shard() first, and take the parameters from the model then."
                 )
             pieces = how if isinstance(how, Pieces) else Pieces(how)  # type: ignore[arg-type]
             pieces_of(logical, pieces)
@@ -253,7 +298,7 @@ class Splits:
         return next((pieces for tensor, pieces in self._pieces if current(tensor) is parameter.sharded), None)
 
     def of_plain(self, tensor: Tensor) -> Pieces | None:
-        """Return how a parameter is split that undo() put in the place of a sharded one; None for one matrix."""
+        """Return the split of a plain parameter that replaced a sharded one; None for one matrix."""
         return next((pieces for key, pieces in self._pieces if current(key) is tensor), None)
 
 
@@ -263,4 +308,9 @@ def current(tensor: Tensor) -> Tensor:
     return tensor if found is None else found
 
 
-__all__ = ["Piece", "Pieces", "Split", "Splits", "current", "pieces_of"]
+def is_same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Return True if two sequences have the same objects in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+__all__ = ["MeshKey", "Piece", "Pieces", "Split", "Splits", "current", "is_same", "pieces_of"]

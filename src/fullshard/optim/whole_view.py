@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -23,33 +21,34 @@ from fullshard.core import ShardedParameter, logical_parameters, owner_of, to_lo
 from fullshard.errors import StateError
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
-from fullshard.optim.matrix_owners import by_mesh, exchange_of, plan_of
-from fullshard.optim.muon import is_muon
+from fullshard.optim.matrix_owners import CachedExchange
+from fullshard.optim.muon import is_muon, set_splits
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost
-from fullshard.optim.pieces import Piece, Split, Splits, current, pieces_of
+from fullshard.optim.pieces import Piece, Split, Splits, current, is_same, pieces_of
+from fullshard.optim.step_wrapper import wrap_step
 
-_ROUNDING = 1e-2  # how far two right steps of one parameter may be apart, relative to the step
+# Tolerance for the step of one parameter alone, relative to its norm: kernels over several tensors may round otherwise.
+_TOLERANCE = 1e-2
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _VIEW = "_fullshard_whole_view"  # attribute of an optimizer: its _WholeView
-CACHE = "_fullshard_stepper"  # attribute of an optimizer: what optimizer_hooks.py knows of its steps
-_SPLITS = "_fullshard_splits"  # attribute of a Muon: how its matrices are split
 
 
 def whole_view(
     optimizer: OptimizerT, *, split: Split | None = None, cost: Cost | None = None, restorable: bool = True
 ) -> OptimizerT:
-    """Make an optimizer of another library step on whole parameters, each on the rank that owns it.
+    """Make an optimizer that is not element-wise step on whole parameters, each on the rank that owns it.
 
     For optimizers that compute with a parameter as a whole, as Shampoo, SOAP or LAMB. Each parameter has an owner. In a step
     its gradient and weight travel there, the optimizer's own `step` runs on the owner with plain Parameters, and the new
-    weight travels back. The states of a parameter, factors of any shape among them, are on its owner only. The optimizer must
-    compute each parameter from this parameter, its gradient, its state and the options alone. One that combines several raises
-    an error as soon as its options differ between ranks, as Prodigy's estimate of the distance does, or as a parameter steps
-    otherwise alone than with others, as with clipping by the norm of all gradients. The latter is tried with one parameter in
-    the steps 1, 2, 4, 8 and so on.
+    weight travels back. The states of a parameter, factors of any shape among them, are on its owner only.
+
+    The optimizer must compute each parameter from this parameter, its gradient, its state and the options alone. One that
+    combines several raises an error as soon as a step changes its plain options differently on the ranks, as Prodigy's estimate
+    of the distance does, or as a parameter steps otherwise alone than with others, as with clipping by the norm of all
+    gradients. To find that, the steps 1, 2, 4, 8 and so on first step one parameter of each rank alone, undo that, and compare.
 
     Outside of the step, `param_groups` hold the sharded parameters as before, so clipping, GradScaler and schedulers work
     unchanged. `state_dict()` has the states of the own parameters on each rank. torch.distributed.checkpoint saves them all,
@@ -65,16 +64,18 @@ def whole_view(
         split: the pieces of parameters that are several matrices: a number of equal pieces or their sizes along dim 0, or
             `Pieces`. Each piece is a parameter of its own inside the step.
         cost: function of a `Matrix` that returns the time of a step for it, in any unit; None for that of Newton-Schulz.
-        restorable: True to copy the states of own parameters during a step, so that they are as before if a rank fails; False
-            to save this memory: then a failed step leaves the optimizer unusable until a state dict is loaded.
+        restorable: True to copy the states of own parameters during a step. If a rank fails, then states, options, and plain
+            values and tensors among the attributes of the optimizer are as before; lists and other objects that it keeps in
+            attributes are not restored. False to save this memory: then a failed step leaves the optimizer unusable until a
+            state dict is loaded.
 
     Returns:
         The same `optimizer`.
 
     Raises:
-        ValueError: if it is not an optimizer, is element-wise (which needs no whole parameters), has states or a `local_view`
-            already, keeps its parameters in attributes, has a `step` that was replaced, or if a parameter cannot be split like
-            this.
+        ValueError: if it is not an optimizer, is element-wise (which needs no whole parameters), has states, a `whole_view` or
+            a `local_view` already, keeps its parameters in attributes, has a `step` that was replaced, or if a parameter cannot
+            be split like this; for Muon, if `cost` or `restorable` is given.
 
     Example:
         >>> optimizer = fullshard.whole_view(SOAP(model.parameters(), lr=3e-3))               # doctest: +SKIP
@@ -87,19 +88,16 @@ def whole_view(
     if is_muon(optimizer):
         if cost is not None or not restorable:
             raise ValueError(
-                f"Expected no cost and no restorable for {name}, got cost={cost!r} and restorable={restorable!r}. The cost of "
-                "Newton-Schulz is known, and a step writes nothing before all ranks have all results."
+                f"Expected cost=None and restorable=True for {name}, got cost={cost!r} and restorable={restorable!r}. The cost "
+                "of Newton-Schulz is known, and a step writes nothing before all ranks have all results."
             )
-        optimizer.__dict__[_SPLITS] = splits
-        optimizer.__dict__.pop(CACHE, None)
+        set_splits(optimizer, splits)
         return optimizer
-    if is_element_wise(optimizer) or is_viewed(optimizer):
+    if is_element_wise(optimizer):
         raise ValueError(f"{name} is element-wise: it steps shards, faster, and needs no whole_view.")
-    if "step" in optimizer.__dict__:
-        raise ValueError(
-            f"whole_view cannot wrap the step of this {name}, which was replaced, for example by a scheduler. Call whole_view "
-            "directly after the optimizer is built."
-        )
+    for has_view, view in ((is_viewed, "local_view"), (has_whole_view, "whole_view")):
+        if has_view(optimizer):
+            raise ValueError(f"This {name} has a {view} already. Call one of both, once.")
     known = set(map(id, members))
     for key, value in vars(optimizer).items():
         if isinstance(value, (list, tuple)) and any(id(one) in known for one in value):
@@ -109,10 +107,10 @@ def whole_view(
             )
     if any(optimizer.state.values()):
         raise ValueError(f"This {name} has states already. Call whole_view before the first step, and load states after it.")
-    view = _WholeView(optimizer, splits, cost, restorable)
-    optimizer.__dict__[_VIEW] = view
-    optimizer.step = MethodType(_HOOKED_STEP, optimizer)  # type: ignore[method-assign]
-    optimizer.register_load_state_dict_post_hook(lambda _: view.note_loaded())
+    view_of = _WholeView(optimizer, splits, cost, restorable)
+    wrap_step(optimizer, view_of.step, caller="whole_view")
+    optimizer.__dict__[_VIEW] = view_of
+    optimizer.register_load_state_dict_post_hook(lambda _: view_of.note_loaded())
     return optimizer
 
 
@@ -121,77 +119,28 @@ def has_whole_view(optimizer: Optimizer) -> bool:
     return _VIEW in optimizer.__dict__
 
 
-def splits_of(optimizer: Optimizer) -> Splits | None:
-    """Return how the matrices of a Muon are split; None if each is one."""
-    return optimizer.__dict__.get(_SPLITS)
-
-
+@dataclass(slots=True, eq=False)
 class _Mesh:
-    """Pieces that are distributed over the same process groups, with the plan of their owners and the exchanges so far."""
+    """Pieces of one dtype that are distributed over the same process groups."""
 
-    def __init__(self, pieces: list[Piece], dtype: torch.dtype, cost: Cost | None, doing: str) -> None:
-        self.pieces, self.plan, self._dtype, self._doing = pieces, plan_of(pieces, dtype, cost), dtype, doing
-        self._known: tuple[list[int], OwnerExchange] | None = None
-
-    def exchange(self, indices: list[int]) -> OwnerExchange:
-        """Return the exchange of some of the pieces, with the owners of the whole plan. Collective if they are others."""
-        if self._known is None or self._known[0] != indices:
-            plan, pieces = self.plan.only(indices), [self.pieces[index] for index in indices]
-            self._known = indices, exchange_of(pieces, plan, self._dtype, self._doing)
-        return self._known[1]
-
-
-class _Tried(Exception):
-    """Ends a trial of a step, so that everything is undone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StepAlone:
-    """Step of one parameter without others."""
-
-    piece: Piece
-    before: Tensor  # the weight
-    change: Tensor  # of the weight
-
-    def agrees(self, plain: dict[int, nn.Parameter]) -> bool:
-        """Return True if the parameter changed alike with all others, up to rounding of kernels that take several tensors."""
-        change = plain[id(self.piece)].detach() - self.before
-        return not (self.change - change).norm() > _ROUNDING * change.norm()  # True also for NaN
-
-
-class _Undo:
-    """States, options and counters of an optimizer before a step, and the weights of its parameters that are not sharded."""
-
-    def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
-        self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
-        self._groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-        self._numbers = _own_numbers(optimizer)
-        self._weights = [(one, one.detach().clone()) for one in plain]
-
-    def run(self) -> dict[Any, Any]:
-        """Restore options, counters and weights, and return the states."""
-        for group, before in zip(self._optimizer.param_groups, self._groups):
-            for key in [key for key in group if key not in before and key != "params"]:
-                del group[key]
-            for key, value in before.items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)  # the caller may hold this tensor
-                else:
-                    group[key] = value
-        vars(self._optimizer).update(self._numbers)
-        for weight, copied in self._weights:
-            weight.detach().copy_(copied)
-        return dict(zip(self._keys, self._states))
+    pieces: list[Piece]
+    exchange: CachedExchange
+    is_checked: bool = False  # True once the states of the pieces are known to be on their owners, and on no other rank
 
 
 class _WholeView:
     """The steps of one optimizer on whole parameters.
 
-    The step of all ranks, in order: gradients and weights travel to the owners; the optimizer's class steps there; the new
-    weights travel back; all ranks agree that this worked everywhere; then shards are written. So a failure on any rank leaves
-    weights, states and options as they were.
+    A step, in the order of the methods below. All ranks run it, each with the parameters that it owns:
+
+        list the pieces        if the parameters of the optimizer are others than in the step before
+        check the states       after a load, or if pieces changed
+        to the owners          gradients and weights travel
+        alone                  sometimes one parameter first steps alone, which is undone
+        step                   the optimizer's class steps on whole parameters
+        confirm, write         new weights travel back; all ranks agree that this worked everywhere; then shards are written
+
+    So a failure on any rank leaves the sharded weights as they were, and with `restorable` states, options and plain weights.
     """
 
     def __init__(self, optimizer: Optimizer, splits: Splits, cost: Cost | None, restorable: bool) -> None:
@@ -200,96 +149,184 @@ class _WholeView:
         self._members: list[list[Any]] = []  # the `params` of the optimizer's groups
         self._logical: list[ShardedParameter] = []
         self._dtypes: list[torch.dtype] = []  # of their shards
-        self._meshes: list[_Mesh] = []
+        self._pieces: dict[ShardedParameter, list[Piece]] = {}
+        self._meshes: dict[object, _Mesh] = {}
         self._plain: dict[int, nn.Parameter] = {}  # the whole parameter inside the step, by id of its piece
-        self._loaded = False  # True between a load and the next step
-        self._has_stepped = False  # True if there may be states, on this rank or on others
-        self._count = 0  # steps so far
-        self.broken = ""  # why a step cannot follow, if one failed halfway
+        self._may_have_states = False  # on this rank or on others
+        self._attempts = 0  # steps so far, with those that failed
+        self._broken = ""  # why a step cannot follow, if one failed halfway
 
     def note_loaded(self) -> None:
         """Note that a state dict was loaded."""
-        self._loaded, self._has_stepped, self.broken = True, True, ""
+        self._may_have_states, self._broken = True, ""
+        for mesh in self._meshes.values():
+            mesh.is_checked = False
 
-    def step(self, optimizer: Any, step: Callable[[], Any]) -> Any:
-        """Run `step`, which calls the function of the optimizer's class, on whole parameters. Collective."""
-        if self.broken:
-            raise StateError(f"{self._doing} {self.broken}")
+    def step(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `step`, that of the optimizer's class, on whole parameters. Collective."""
+        closure = args[0] if args else kwargs.get("closure")
+        run: Callable[[], Any] = partial(step, *args, **kwargs)
+        if callable(closure):
+            # Run it now. Inside the step the whole parameters are in the place of the sharded ones, which forward and backward
+            # need.
+            with torch.enable_grad():
+                loss = closure()
+
+            def with_loss() -> Any:
+                once = _once(loss, type(optimizer).__name__)
+                return step(once, *args[1:], **kwargs) if args else step(**{**kwargs, "closure": once})
+
+            run = with_loss
+        if self._broken:
+            raise StateError(f"{self._doing} {self._broken}")
         self._list_pieces(optimizer)
         unit = owner_of(self._logical[0]) if self._logical else None
         with torch.no_grad(), nullcontext() if unit is None else unit.runtime.communicator.reporting_exceptions(self._doing):
-            if self._loaded:
-                self._check_states(optimizer)
+            self._check_states(optimizer)
             try:
-                return self._step(optimizer, step)
+                result = self._step_owned(optimizer, run)
             except BaseException as failure:
                 if not self._restorable:
-                    self.broken = (
+                    self._broken = (
                         f"failed before ({type(failure).__name__}), and restorable=False kept no copy of the states. Load a "
                         "checkpoint's optimizer state."
                     )
                 raise
+        self._may_have_states = True
+        return result
 
-    def _step(self, optimizer: Any, step: Callable[[], Any]) -> Any:
+    # --- pieces and states ---
+
+    def _list_pieces(self, optimizer: Optimizer) -> None:
+        """List the pieces, if the optimizer's parameters are others than in the last step."""
+        members = [list(group["params"]) for group in optimizer.param_groups]
+        # Scalars are replicated, so every rank steps them.
+        logical = [one for one in logical_parameters(p for listed in members for p in listed) if one.shape]
+        self._splits.check_sharded(self._doing)
+        dtypes = [one.local.dtype for one in logical]  # which a cast of the model changes
+        self._members = members
+        if is_same(logical, self._logical) and dtypes == self._dtypes:
+            return
+        if self._may_have_states:
+            self._check_still_sharded()
+        # Parameters that are still there keep their pieces, so that meshes of which nothing changed need no check of states:
+        # ranks of other meshes would not take part in it.
+        known = self._pieces
+        self._pieces = {one: known.get(one) or pieces_of(one, self._splits.of(one)) for one in logical}
+        found: dict[object, list[Piece]] = {}
+        for parameter, pieces in self._pieces.items():
+            for piece in pieces:
+                found.setdefault((parameter.local.dtype, piece.mesh_key), []).append(piece)
+        before, self._meshes = self._meshes, {}
+        for key, pieces in found.items():
+            mesh = before.get(key)
+            if mesh is None or not is_same(pieces, mesh.pieces):
+                dtype = pieces[0].parameter.local.dtype
+                mesh = _Mesh(pieces, CachedExchange(self._doing, dtype, self._cost) if mesh is None else mesh.exchange)
+            self._meshes[key] = mesh
+        self._logical, self._dtypes, self._plain = logical, dtypes, {}
+
+    def _check_still_sharded(self) -> None:
+        """Raise StateError on all ranks if parameters that may have states on their owners are no longer sharded."""
+        for parameter in self._logical:
+            if not logical_parameters([current(parameter.sharded)]):
+                raise StateError(
+                    f"{self._doing}: parameter '{parameter.name}' is no longer sharded, and its state is on its owner only. "
+                    "Save a checkpoint before undo(), and load it into a new optimizer."
+                )
+
+    def _check_states(self, optimizer: Optimizer) -> None:
+        """Drop the states of pieces that other ranks own, where that is not sure yet. Collective.
+
+        Raises StateError on all ranks of a mesh, before anything is dropped, if an owner has no state of a piece and another
+        rank has one, or if states were saved with another split.
+        """
+        unchecked = [mesh for mesh in self._meshes.values() if not mesh.is_checked]
+        kept: list[dict[ShardedParameter, set[int | None]]] = []
+        for mesh in unchecked:
+            exchange, pieces = mesh.exchange.of(mesh.pieces), mesh.pieces
+            owned = set(exchange.owned)
+            has = torch.tensor([bool(_state_of(optimizer.state, piece)) for piece in pieces], dtype=torch.uint8)
+            owns = torch.tensor([index in owned for index in range(len(pieces))], dtype=torch.uint8)
+            other = torch.tensor([_is_of_another_split(optimizer.state, piece) for piece in pieces], dtype=torch.uint8)
+            with exchange.call():
+                found = exchange.maximum(torch.stack([has, has * owns, other]))
+            for index in found[2].nonzero().flatten().tolist():
+                raise StateError(
+                    f"{self._doing}: the states of parameter '{pieces[index].name}' are of another split. Load them with the "
+                    "split with which they were saved."
+                )
+            for index in (found[0] > found[1]).nonzero().flatten().tolist():
+                raise StateError(
+                    f"{self._doing}: there is a state of parameter '{pieces[index].name}', but not on its owner. Load states "
+                    "by torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all parameters "
+                    "on all ranks, and add all parameter groups before the first step."
+                )
+            numbers: dict[ShardedParameter, set[int | None]] = {piece.parameter: set() for piece in pieces}
+            for index in owned:
+                numbers[pieces[index].parameter].add(pieces[index].number)
+            kept.append(numbers)
+        for mesh, of_mesh in zip(unchecked, kept):
+            for parameter, numbers_of_parameter in of_mesh.items():
+                _keep_states(optimizer.state, parameter, numbers_of_parameter)
+            mesh.is_checked = True
+
+    # --- the step of the owners ---
+
+    def _step_owned(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        """Step on the whole parameters that this rank owns, and write all shards."""
         with ExitStack() as calls:
-            used = []
-            for mesh in self._meshes:
-                indices = [i for i, piece in enumerate(mesh.pieces) if piece.parameter.sharded.grad is not None]
-                if indices:
-                    exchange = mesh.exchange(indices)
+            used: list[tuple[OwnerExchange, list[Piece]]] = []
+            for mesh in self._meshes.values():
+                pieces = [piece for piece in mesh.pieces if piece.parameter.sharded.grad is not None]
+                if pieces:
+                    exchange = mesh.exchange.of(pieces, among=mesh.pieces)
                     calls.enter_context(exchange.call())
-                    used.append((exchange, [mesh.pieces[index] for index in indices]))
+                    used.append((exchange, pieces))
             owned = [(pieces[index], *each) for exchange, pieces in used for index, each in _arrived(exchange, pieces).items()]
-            self._count += 1
+            self._attempts += 1
             alone = None
-            if self._count & (self._count - 1) == 0 and len(owned) > 1 and not all(exchange.is_alone for exchange, _ in used):
-                alone = self._first_alone(optimizer, owned, step)
+            is_due = self._attempts & (self._attempts - 1) == 0  # a power of two
+            if is_due and len(owned) > 1 and not all(exchange.is_on_one_rank for exchange, _ in used):
+                alone = self._step_alone(optimizer, owned, step)
             with self._inside(optimizer, owned):
-                before = _numbers(optimizer)
+                before = _plain_values(optimizer)
                 result = step()
                 stepped = {id(piece): self._plain[id(piece)].detach().view(piece.whole.shape) for piece, _, _ in owned}
                 parts = [
                     exchange.to_shards({index: stepped[id(pieces[index])] for index in exchange.owned})
                     for exchange, pieces in used
                 ]
-                now = _numbers(optimizer)
-                changed = repr([(key, value) for key, value in now.items() if before.get(key, before) != value])
-                combines = alone is not None and not alone.agrees(self._plain)
-                # A rank that found a combination sends what no other rank does.
-                told = f"{changed} {dist.get_rank()}" if combines else changed
-                confirmed = [exchange.confirm(told.encode()) for exchange, _ in used]
-                if not all(confirmed) or combines:
-                    raise StateError(
-                        f"{self._doing}: the options of {type(optimizer).__name__} differ between ranks after the step, or a "
-                        "parameter alone would have stepped otherwise. It combines several parameters, of which each rank has "
-                        "its own; whole_view() is for optimizers that compute each parameter alone. Turn off what combines "
-                        "them, as clipping by the norm of all gradients, and do it before the step."
-                    )
+                self._confirm(optimizer, [exchange for exchange, _ in used], before, alone)
             for (_, pieces), results in zip(used, parts):
                 for piece, part in zip(pieces, results):
                     piece.part(piece.parameter.local).copy_(part)
                     # Every parameter has a state, as torch.distributed.checkpoint expects: an empty one if others own it.
                     optimizer.state.setdefault(piece.parameter.sharded, {})
-        self._has_stepped = True
         return result
 
-    def _first_alone(self, optimizer: Any, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]) -> _StepAlone:
-        """Return how the first of these parameters steps without the others, which is undone again."""
+    def _step_alone(self, optimizer: Optimizer, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]) -> _Alone:
+        """Step one parameter of this rank without the other sharded ones, undo that, and return what it did."""
         places = {id(member): place for place, member in enumerate(m for listed in self._members for m in listed)}
+        # The first one, and below with the same state of the generators, so that it draws the same random numbers as with the
+        # others.
         piece, weight, grad = min(owned, key=lambda one: places[id(one[0].parameter.sharded)])
         before = weight.clone()
-        with torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []), suppress(_Tried):
+        with torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []), suppress(_Undone):
             with self._inside(optimizer, [(piece, weight.clone(), grad.clone())], is_trial=True):
                 step()
-                found = self._plain[id(piece)].detach() - before
-                raise _Tried
-        return _StepAlone(piece, before, found)
+                change = self._plain[id(piece)].detach() - before
+                raise _Undone
+        return _Alone(piece, before, change)
 
     @contextmanager
     def _inside(
         self, optimizer: Optimizer, owned: list[tuple[Piece, Tensor, Tensor]], *, is_trial: bool = False
     ) -> Iterator[None]:
-        """A block in which the optimizer has the whole parameters of this rank. If it raises, states and options are undone."""
+        """A block in which the optimizer has the whole parameters of this rank in the place of the sharded ones.
+
+        If the block raises, `_Before` restores what was before, if the optimizer is restorable or this is a trial.
+        """
         outside, groups = optimizer.state, optimizer.param_groups
         sharded = {id(parameter.sharded) for parameter in self._logical}
         inside: Any = defaultdict(dict)
@@ -303,7 +340,7 @@ class _WholeView:
             if state := _state_of(outside, piece):
                 inside[plain] = state
         others = [one for listed in self._members for one in listed if id(one) not in sharded and one.grad is not None]
-        undo = _Undo(optimizer, inside, others) if self._restorable or is_trial else None
+        before = _Before(optimizer, inside, others) if self._restorable or is_trial else None
         for group, members in zip(groups, self._members):
             group["params"] = [one for member in members for one in by_parameter.get(id(member), [])] + [
                 member for member in members if id(member) not in sharded
@@ -312,8 +349,8 @@ class _WholeView:
         try:
             yield
         except BaseException:
-            if undo is not None:
-                inside = undo.run()
+            if before is not None:
+                inside = before.restore()
             raise
         finally:
             optimizer.state = outside
@@ -326,79 +363,94 @@ class _WholeView:
             for plain in self._plain.values():
                 plain.grad, plain.data = None, plain.data.new_empty(0)
 
-    def _list_pieces(self, optimizer: Optimizer) -> None:
-        """List the pieces and choose their owners, if the optimizer's parameters are others than in the last step."""
-        members = [list(group["params"]) for group in optimizer.param_groups]
-        # Scalars are replicated, so every rank steps them.
-        logical = [one for one in logical_parameters(p for listed in members for p in listed) if one.shape]
-        self._splits.check_sharded(self._doing)
-        dtypes = [one.local.dtype for one in logical]  # which a cast of the model changes
-        same = len(logical) == len(self._logical) and all(map(is_, logical, self._logical)) and dtypes == self._dtypes
-        self._members = members
-        if same:
-            return
-        if self._has_stepped:
-            self._check_still_sharded()
-        found: dict[torch.dtype, list[Piece]] = {}
-        for parameter in logical:
-            found.setdefault(parameter.local.dtype, []).extend(pieces_of(parameter, self._splits.of(parameter)))
-        self._logical, self._dtypes, self._plain = logical, dtypes, {}
-        self._meshes = [
-            _Mesh([pieces[index] for index in indices], dtype, self._cost, self._doing)
-            for dtype, pieces in found.items()
-            for indices in by_mesh(pieces)
+    def _confirm(
+        self, optimizer: Optimizer, exchanges: Sequence[OwnerExchange], before: dict[Any, Any], alone: _Alone | None
+    ) -> None:
+        """Wait until all ranks have stepped. Raise StateError on all of them if the optimizer combines parameters.
+
+        Args:
+            optimizer: the optimizer, after its step.
+            exchanges: the exchanges of the step.
+            before: its plain values before the step.
+            alone: the step of one parameter alone, if this step tried one.
+        """
+        changed = repr([(k, value) for k, value in _plain_values(optimizer).items() if k not in before or before[k] != value])
+        combines = alone is not None and not alone.agrees(self._plain)
+        if combines:
+            changed += f" and rank {dist.get_rank()}"  # equal on no other rank, so that all of them raise
+        confirmed = [exchange.confirm(changed.encode()) for exchange in exchanges]
+        if not all(confirmed) or combines:
+            raise StateError(
+                f"{self._doing}: the options of {type(optimizer).__name__} differ between ranks after the step, or a parameter "
+                "alone would have stepped otherwise. It combines several parameters, of which each rank has its own; "
+                "whole_view() is for optimizers that compute each parameter alone. Turn off what combines them, as clipping by "
+                "the norm of all gradients, and do it before the step."
+            )
+
+
+class _Undone(Exception):
+    """Ends the block of a step that is undone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """The step of one parameter without the other sharded ones."""
+
+    piece: Piece
+    before: Tensor  # the weight
+    change: Tensor  # of the weight
+
+    def agrees(self, plain: dict[int, nn.Parameter]) -> bool:
+        """Return True if the parameter changed as much in the step with all others."""
+        change = plain[id(self.piece)].detach() - self.before
+        return not (self.change - change).norm() > _TOLERANCE * change.norm()  # True also for NaN
+
+
+class _Before:
+    """What an optimizer had before a step: states, options, plain values and tensors in attributes, weights without shards."""
+
+    def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
+        self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
+        self._groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self._loaded = True
+        self._attributes = set(vars(optimizer))
+        self._values = _plain_attributes(optimizer)
+        tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
+        self._tensors = [(one, one.detach().clone()) for one in (*plain, *tensors)]
 
-    def _check_still_sharded(self) -> None:
-        """Raise StateError on all ranks if parameters that may have states on their owners are no longer sharded."""
-        for parameter in self._logical:
-            if not logical_parameters([current(parameter.sharded)]):
-                raise StateError(
-                    f"{self._doing}: parameter '{parameter.name}' is no longer sharded, and its state is on its owner only. "
-                    "Save a checkpoint before undo(), and load it into a new optimizer."
-                )
+    def restore(self) -> dict[Any, Any]:
+        """Restore everything except the states, and return these."""
+        for group, before in zip(self._optimizer.param_groups, self._groups):
+            for key in [key for key in group if key not in before and key != "params"]:
+                del group[key]
+            for key, value in before.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)  # the caller may hold this tensor
+                else:
+                    group[key] = value
+        attributes = vars(self._optimizer)
+        for key in attributes.keys() - self._attributes:  # such as one that says that the first step was made
+            del attributes[key]
+        attributes.update(self._values)
+        for tensor, copied in self._tensors:
+            tensor.detach().copy_(copied)
+        return dict(zip(self._keys, self._states))
 
-    def _check_states(self, optimizer: Optimizer) -> None:
-        """Drop states of pieces that other ranks own. Raise StateError on all ranks if an owner lacks one. Collective."""
-        told: list[str] = []
-        for mesh in self._meshes:
-            exchange = mesh.exchange(list(range(len(mesh.pieces))))
-            owned = set(exchange.owned)
-            here = torch.tensor([bool(_state_of(optimizer.state, piece)) for piece in mesh.pieces], dtype=torch.uint8)
-            mine = torch.tensor([index in owned for index in range(len(mesh.pieces))], dtype=torch.uint8)
-            other = torch.tensor([_is_of_another_split(optimizer.state, piece) for piece in mesh.pieces], dtype=torch.uint8)
-            with exchange.call():
-                found = exchange.maximum(torch.stack([here, here * mine, other]))
-            for index in found[2].nonzero().flatten().tolist():
-                told.append(
-                    f"the states of parameter '{mesh.pieces[index].name}' are of another split. Load them with the split with "
-                    "which they were saved."
-                )
-            for index in (found[0] > found[1]).nonzero().flatten().tolist():
-                told.append(
-                    f"there is a state of parameter '{mesh.pieces[index].name}', but not on its owner. Load states by "
-                    "torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all parameters on "
-                    "all ranks, and add all parameter groups before the first step."
-                )
-            for index, piece in enumerate(mesh.pieces if not told else ()):
-                if index not in owned:
-                    _set_state(optimizer.state, piece, None)
-        if told:
-            raise StateError(f"{self._doing}: {told[0]}")
-        self._loaded = False
+
+# --- messages ---
 
 
 def _arrived(exchange: OwnerExchange, pieces: list[Piece]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return (weight, gradient) of the pieces that this rank owns. Collective."""
 
-    def filling(of: Callable[[ShardedParameter], Tensor]) -> Fill:
+    def fill_with(of: Callable[[ShardedParameter], Tensor]) -> Fill:
         return lambda indices, places: copy_into(places, [pieces[i].part(of(pieces[i].parameter)) for i in indices])
 
-    weights, grads = exchange.to_owners(filling(lambda parameter: parameter.local)), exchange.to_owners(filling(_gradient))
+    weights, grads = exchange.to_owners(fill_with(lambda parameter: parameter.local)), exchange.to_owners(fill_with(_gradient))
     found = {}
     for index, weight in weights.items():
-        # where the shards are: optimizers compute with offloaded parameters in host memory
+        # On the device of the shard: with CPU offload that is host memory, where the optimizer computes.
         shape, device = pieces[index].whole.own_shape, pieces[index].parameter.local.device
         found[index] = weight.to(device).view(shape), grads[index].to(device).view(shape)
     return found
@@ -421,63 +473,53 @@ def _gradient(parameter: ShardedParameter) -> Tensor:
     return to_local(grad)
 
 
+# --- states: the key is the sharded parameter; the state of a split one has an entry per piece, by its number ---
+
+
 def _state_of(states: Any, piece: Piece) -> Any:
-    """Return the state of a piece, None if there is none. Of a split parameter, each piece has an entry by number."""
+    """Return the state of a piece, None if there is none."""
     state = states.get(piece.parameter.sharded)
     return state if piece.number is None or state is None else state.get(str(piece.number))
 
 
+def _set_state(states: Any, piece: Piece, state: Any) -> None:
+    """Set the state of a piece."""
+    if piece.number is None:
+        states[piece.parameter.sharded] = state
+    else:
+        states.setdefault(piece.parameter.sharded, {})[str(piece.number)] = state
+
+
+def _keep_states(states: Any, parameter: ShardedParameter, numbers: set[int | None]) -> None:
+    """Keep the states of these pieces only. The parameter keeps a state, an empty one if need be: checkpoints expect one."""
+    if None in numbers:  # the whole parameter
+        return
+    state, kept = states.get(parameter.sharded) or {}, {str(number) for number in numbers}
+    states[parameter.sharded] = {key: value for key, value in state.items() if key in kept}
+
+
 def _is_of_another_split(states: Any, piece: Piece) -> bool:
-    """Return True if the state of a parameter has entries of pieces that it does not have."""
+    """Return True if the state of the parameter was saved with another split."""
     state = states.get(piece.parameter.sharded) or {}
     numbered = {key for key, value in state.items() if isinstance(key, str) and key.isdigit() and isinstance(value, dict)}
     return bool(numbered if piece.number is None else state.keys() - {str(number) for number in range(piece.count)})
 
 
-def _set_state(states: Any, piece: Piece, state: Any) -> None:
-    """Set the state of a piece, or remove it with None."""
-    key = piece.parameter.sharded
-    if piece.number is None:
-        states[key] = state or {}
-        return
-    pieces = states.setdefault(key, {})
-    pieces.pop(str(piece.number), None)
-    if state:
-        pieces[str(piece.number)] = state
+# --- options, and the closure ---
 
 
-def _own_numbers(optimizer: Optimizer) -> dict[str, Any]:
+def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the plain values among the optimizer's attributes, such as counters."""
-    return {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str))}
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str, type(None)))}
 
 
-def _numbers(optimizer: Optimizer) -> dict[Any, Any]:
+def _plain_values(optimizer: Optimizer) -> dict[Any, Any]:
     """Return the plain values of options and attributes. Their changes in a step must be equal on all ranks."""
-    found: dict[Any, Any] = dict(sorted(_own_numbers(optimizer).items()))
+    found: dict[Any, Any] = dict(sorted(_plain_attributes(optimizer).items()))
     for index, group in enumerate(optimizer.param_groups):
         plain = (key for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple)))
         found.update(((index, key), group[key]) for key in sorted(plain))
     return found
-
-
-def _step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the step of the optimizer's class on whole parameters."""
-    step: Any = type(optimizer).step
-    # Without torch's wrapper, which runs the step hooks: `_HOOKED_STEP` runs them already, around `_step`.
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    view: _WholeView = optimizer.__dict__[_VIEW]
-    closure = args[0] if args else kwargs.get("closure")
-    if not callable(closure):
-        return view.step(optimizer, partial(step, optimizer, *args, **kwargs))
-    # Before the parameters of the step take the place of the sharded ones, which forward and backward need.
-    with torch.enable_grad():
-        loss = closure()
-
-    def with_loss() -> Any:
-        once = _once(loss, type(optimizer).__name__)
-        return step(optimizer, once, *args[1:], **kwargs) if args else step(optimizer, **{**kwargs, "closure": once})
-
-    return view.step(optimizer, with_loss)
 
 
 def _once(loss: Any, name: str) -> Callable[[], Any]:
@@ -492,7 +534,4 @@ def _once(loss: Any, name: str) -> Callable[[], Any]:
     return closure
 
 
-# torch's wrapper runs the step hooks around `_step`, so hooks see sharded parameters. `hooked` stops torch from wrapping again.
-_HOOKED_STEP = Optimizer.profile_hook_step(_step)
-
-__all__ = ["CACHE", "has_whole_view", "splits_of", "whole_view"]
+__all__ = ["has_whole_view", "whole_view"]

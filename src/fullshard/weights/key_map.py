@@ -63,6 +63,11 @@ class SourcePiece:
     origin: tuple[int, ...]
     dims: tuple[int | None, ...]
 
+    @property
+    def geometry(self) -> tuple[Box, tuple[int, ...], tuple[int | None, ...]]:
+        """Every field but the source. Plans are reused for equal geometries, and ranks compare them."""
+        return self.at, self.origin, self.dims
+
     def source_box(self, box: Box) -> Box:
         """Return the box of the source that fills `box`, a box of the mapped tensor inside of `at`."""
         start, shape = list(self.origin), [1] * len(self.origin)
@@ -94,12 +99,12 @@ class SourcePiece:
 
     @property
     def keeps_order(self) -> bool:
-        """True if the dims of the source appear in the same order in the mapped tensor."""
+        """True if elements have the same order in source and mapped tensor, so that their bytes may be copied as they are."""
         kept = [dim for dim in self.dims if dim is not None]
         return kept == sorted(kept)
 
     def view_as_mapped(self, part: Tensor) -> Tensor:
-        """Return a view of `part`, a slice of the source, with the dims of the mapped tensor."""
+        """Return `part`, a slice of the source, with the dims of the mapped tensor: a view, which callers only read."""
         part = part.permute([*(dim for dim in self.dims if dim is not None), *self.dropped_dims])
         for _ in self.dropped_dims:
             part = part.select(-1, 0)
@@ -381,10 +386,11 @@ def _transposed(rule: Transpose, tensor: MappedTensor) -> MappedTensor:
         return tuple(values[dim] for dim in order)
 
     pieces = tuple(
-        SourcePiece(piece.source, Box(permuted(piece.at.start), permuted(piece.at.shape)), piece.origin, permuted(piece.dims))
+        replace(piece, at=Box(permuted(piece.at.start), permuted(piece.at.shape)), dims=permuted(piece.dims))
         for piece in tensor.pieces
     )
-    return MappedTensor(tensor.name, tensor.dtype, permuted(tensor.shape), pieces)
+    # save_pretrained copies what it transposes, so parts of one tensor need not stay in one file any more.
+    return replace(tensor, shape=permuted(tensor.shape), pieces=pieces, file_group=None)
 
 
 @_apply.register
@@ -490,7 +496,7 @@ def _concatenated(name: str, parts: Sequence[MappedTensor], dim: int) -> MappedT
                 f"'{first.name}' of shape {first.shape} and dtype {first.dtype}."
             )
         by = [length if at == dim else 0 for at in range(len(part.shape))]
-        pieces += [SourcePiece(piece.source, piece.at.moved(by), piece.origin, piece.dims) for piece in part.pieces]
+        pieces += [replace(piece, at=piece.at.moved(by)) for piece in part.pieces]
         length += part.shape[dim]
     return MappedTensor(name, first.dtype, (*first.shape[:dim], length, *first.shape[dim + 1 :]), tuple(pieces))
 
@@ -503,15 +509,14 @@ def _narrowed(name: str, tensor: MappedTensor, dim: int, start: int, size: int) 
         box = piece.at.intersect(wanted)
         if box is not None:
             inner = piece.source_box(box)
-            pieces.append(SourcePiece(piece.source, box.relative_to(wanted), inner.start, piece.dims))
+            pieces.append(replace(piece, at=box.relative_to(wanted), origin=inner.start))
     return MappedTensor(name, tensor.dtype, shape, tuple(pieces))
 
 
 def _unsqueezed(tensor: MappedTensor) -> MappedTensor:
     """Add a first dim of size 1."""
     pieces = tuple(
-        SourcePiece(piece.source, Box((0, *piece.at.start), (1, *piece.at.shape)), piece.origin, (None, *piece.dims))
-        for piece in tensor.pieces
+        replace(piece, at=Box((0, *piece.at.start), (1, *piece.at.shape)), dims=(None, *piece.dims)) for piece in tensor.pieces
     )
     return MappedTensor(tensor.name, tensor.dtype, (1, *tensor.shape), pieces)
 
@@ -519,8 +524,7 @@ def _unsqueezed(tensor: MappedTensor) -> MappedTensor:
 def _squeezed(tensor: MappedTensor) -> MappedTensor:
     """Remove the first dim, which has size 1."""
     pieces = tuple(
-        SourcePiece(piece.source, Box(piece.at.start[1:], piece.at.shape[1:]), piece.origin, piece.dims[1:])
-        for piece in tensor.pieces
+        replace(piece, at=Box(piece.at.start[1:], piece.at.shape[1:]), dims=piece.dims[1:]) for piece in tensor.pieces
     )
     return MappedTensor(tensor.name, tensor.dtype, tensor.shape[1:], pieces)
 

@@ -342,8 +342,7 @@ class _Match:
     def description(self) -> bytes:
         """Return a description of the assignment that must be equal on all ranks, because each plans the reads by itself."""
         pieces = (
-            (entry.target.name, one.dtype, [(p.source.name, p.at, p.origin, p.dims) for p in one.pieces])
-            for entry, one in self.found
+            (entry.target.name, one.dtype, [(p.source.name, p.geometry) for p in one.pieces]) for entry, one in self.found
         )
         return repr(list(pieces)).encode("utf-8", "backslashreplace")
 

@@ -148,13 +148,7 @@ def _read_range(source: Source, destinations: tuple[Destination, ...], row_range
 
 def _geometry_key(destination: Destination) -> object:
     """Return everything that decides which rank needs which rows: all except names."""
-    return (
-        id(destination.target.shard_map),
-        destination.target.dtype,
-        destination.piece.at,
-        destination.piece.origin,
-        destination.piece.dims,
-    )
+    return id(destination.target.shard_map), destination.target.dtype, destination.piece.geometry
 
 
 def _file_order(source: Source) -> tuple[str, int, str]:

@@ -222,8 +222,10 @@ class Sort:
     """
 
 
-# A new rule is an entry here, in `__all__`, in `_patterns` and `_apply` of key_map.py, and in docs/api/weights.md. Names of
-# tensors are in fields `pattern`, `source`, `sources` and `to`, whose types `_check` checks.
+# A new rule is an entry here and in `__all__`, also in that of weights/__init__.py, in `_patterns` and `_apply` of key_map.py,
+# and in docs/weights.md and docs/api/weights.md. Names of tensors are in fields `pattern`, `source`, `sources` and `to`, whose
+# types `_check` checks. A rule maps boxes to boxes. If boxes cannot express it, `SourcePiece` gets a field, which is part of
+# its `geometry`; callers of `view_as_mapped` may get a copy as well.
 Rule = Rename | RenameBy | Drop | Keep | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
 
 __all__ = ["Convert", "Drop", "Keep", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]

@@ -104,7 +104,7 @@ def _write_range(output: FileTensor, mapped: MappedTensor, row_range: RowRange) 
 def _placement_key(piece: SourcePiece) -> object:
     """Return a key that is equal for pieces whose rows are on the same ranks. It has no names."""
     assert isinstance(piece.source, ModelTensor)
-    return id(piece.source.shard_map), piece.at, piece.origin, piece.dims
+    return id(piece.source.shard_map), piece.geometry
 
 
 def _own_rows(output: FileTensor, mapped: MappedTensor) -> list[RowRange]:

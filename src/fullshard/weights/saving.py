@@ -256,7 +256,7 @@ def _outputs(
 
 def _fingerprint(layout: CheckpointLayout, outputs: list[tuple[FileTensor, MappedTensor]]) -> bytes:
     """Return a description of the files and their tensors, which must be equal on all ranks."""
-    pieces = [[(p.source.name, p.at, p.origin, p.dims) for p in mapped.pieces] for _, mapped in outputs]
+    pieces = [[(p.source.name, p.geometry) for p in mapped.pieces] for _, mapped in outputs]
     return repr((layout, pieces)).encode("utf-8", "backslashreplace")
 
 
