@@ -233,3 +233,42 @@ def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
     run.forward([0, [2]], [], grad=False)
     assert run.scheduler.stats.unused == 1
     assert run.data[1] is Residency.SHARDED
+    assert run.scheduler.stats.missed == 1
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_gather_that_may_not_start_ahead_is_not_missed(by_user: bool) -> None:
+    """Units that run in order miss nothing, if the budget or the lists of the user leave no unit to prefetch."""
+    scheduler = Scheduler()
+    for unit in range(3):
+        options = Options(ReshardPolicy.NEVER, comm=CommPolicy(prefetch_bytes=None if by_user else 0))
+        record = scheduler.register(unit, options)
+        record.configure(options, nbytes=8)
+        record.next_forward = record.next_backward = () if by_user else None
+    for _ in range(3):
+        calls = []
+        for unit in range(3):
+            scheduler.before_forward(unit)
+        for unit in reversed(range(3)):
+            calls.append(scheduler.after_forward(unit, grad=True).call)
+            scheduler.expect_backward(calls[-1])
+        for call in reversed(calls):
+            scheduler.before_backward(call)
+        scheduler.after_backward()
+    assert (scheduler.stats.gathers, scheduler.stats.prefetched, scheduler.stats.missed) == (18, 0, 0)
+
+
+def test_what_forward_prefetched_may_be_stale_in_backward() -> None:
+    """The user may write its shards between the two, so the unit compares their versions."""
+    scheduler = Scheduler()
+    for unit in range(3):
+        scheduler.register(unit, Options(ReshardPolicy.NEVER))
+    for inner in (1, 2), (1,):  # the second forward skips unit 2, which was prefetched for it
+        scheduler.before_forward(0)
+        for unit in inner:
+            scheduler.before_forward(unit)
+            scheduler.after_forward(unit, grad=True)
+        call = scheduler.after_forward(0, grad=True).call
+    assert scheduler.is_prefetched_in_this_phase(2)
+    scheduler.before_backward(call)
+    assert not scheduler.is_prefetched_in_this_phase(2)

@@ -48,8 +48,8 @@ class Collectives(Protocol):
         direct_min_bytes: a parameter whose chunk has at least this many bytes gets an all-gather of its own.
         in_order: True if collectives run in order on the current stream, so that waiting for one does not block the host. Large
             gradients that need a cast are then reduced slice by slice through one buffer. Default False.
-        in_place: True if the input of `reduce_scatter` may share memory with its output, so that gradients are cast directly
-            into the output. Default False.
+        in_place: True if, in a group of one rank, the input of `reduce_scatter` may be its output, so that gradients are cast
+            directly into it. Default False.
     """
 
     ranks: int

@@ -148,8 +148,8 @@ def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_repli
     return replicated_axis(axis) if is_replicated else axis
 
 
-# (id of the owner, role) -> (owner, subgroup). Keeping the owner keeps its id from being reused.
-_SUBGROUPS: _torch.PerRank[tuple[int, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
+# (id of the owner, role, ranks) -> (owner, subgroup). Keeping the owner keeps its id from being reused.
+_SUBGROUPS: _torch.PerRank[tuple[int, str, tuple[int, ...]], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
 
 
 @on_release
@@ -160,19 +160,19 @@ def _forget_dead_subgroups() -> None:
 
 
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
-    """Return the process group of `ranks` for a role beside `owner`. The first call creates it, as a collective of `ranks`.
+    """Return an additional process group of `ranks`. The first call creates it, as a collective of `ranks`.
 
     Args:
         owner: process group that the new one is used beside.
-        role: purpose of the group; one group is kept per owner and role.
+        role: purpose of the group; one group is kept per owner, role and ranks.
         ranks: global ranks of the group.
         name: text that is equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them
             share it.
     """
-    # The group is kept until the process group is destroyed. Creating it is a collective, so the decision to create it must
-    # not depend on objects that are alive on one rank only.
+    # The group is kept until torch destroys it or `owner`. Creating it is a collective, so the decision to create it must not
+    # depend on objects that are alive on one rank only.
     _forget_dead_subgroups()
-    key = (id(owner), role)
+    key = id(owner), role, tuple(ranks)
     if key not in _SUBGROUPS:
         unique = _torch.group_name(owner) if name is None else name
         _SUBGROUPS[key] = owner, _torch.new_group(f"fullshard {unique} {role} {ranks}", ranks)
@@ -207,7 +207,7 @@ def _group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dis
     """Return the process group of all ranks of a hybrid mesh for a role. The first call creates it, as a collective."""
     _forget_dead_subgroups()
     # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks
-    before = sum(other == role and dist.get_process_group_ranks(made) == ranks for (_, other), (_, made) in _SUBGROUPS.items())
+    before = sum((other, members) == (role, tuple(ranks)) for _, other, members in _SUBGROUPS)
     return subgroup_of(owner, role, ranks, name=f"mesh {before}")
 
 

@@ -84,8 +84,9 @@ class ParamGroup:
         # In two hops: this rank's part of the unsharded parameters over the shard axis, all-gathered over replicas. It is kept
         # until the shards are written.
         self._inner_shard: FlatBuffer | None = None
-        # The last copy to the device that reads the flat shard in host memory; the host waits for it before it writes.
-        self._shard_copy: Work | None = None
+        # Copies to the device that read the flat shard in host memory, on several streams. The host waits for them before it
+        # writes.
+        self._shard_copies: list[Work] = []
 
     def _plan_layouts(self) -> tuple[GroupLayout, GroupLayout]:
         """Return `layout` and `shard_layout`."""
@@ -371,17 +372,16 @@ class ParamGroup:
         if self._buffer is not None:
             self._buffer.release_staging()
         if self.storage.host:
-            self._shard_copy = work
+            self.note_copy_to_device(work)
 
     def note_copy_to_device(self, work: Work) -> None:
         """Record that `work` reads the shard in host memory, so that `synchronize_host` waits for it."""
-        if self.storage.host:
-            self._shard_copy = work  # one entry is enough: a stream runs in order, so this wait covers all earlier copies
+        self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), work]
 
     def synchronize_host(self) -> None:
         """Block the host until no copy to the device reads the shard in host memory, so that the host may write it."""
-        copy, self._shard_copy = self._shard_copy, None
-        if copy is not None:
+        copies, self._shard_copies = self._shard_copies, []
+        for copy in copies:
             copy.block()
 
     def save_subgroup_shard(self) -> None:

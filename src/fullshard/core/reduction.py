@@ -172,7 +172,12 @@ class Reduction:
         kept = None if arena is None else memory
         # (reduce-scatter input, output) pairs; the inputs of slices are filled later, in `start`.
         self._inputs = _pack(
-            group.reduction, grads, self._reduced_shard, memory, kept, in_place=group.collectives.reduce.in_place
+            group.reduction,
+            grads,
+            self._reduced_shard,
+            memory,
+            kept,
+            in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
         )
         # Gradients that are reduced in slices, by index of the parameter.
         self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}

@@ -196,6 +196,7 @@ class ExecutionOrder:
     runs: dict[int, list[int]] = field(default_factory=dict)
     now: list[int] = field(default_factory=list)
     at: int = 0
+    has_left: bool = False  # True if a known run had another unit in the place of the current one
 
     def expect(self, unit: int, count: int = 1) -> list[int]:
         """Record that `unit` is needed now. Return up to `count` units that are expected next, soonest first."""
@@ -203,18 +204,14 @@ class ExecutionOrder:
         run = self.runs.get(self.now[0])
         if run is None:
             return []
-        if self.at >= len(run) or run[self.at] != unit:
+        self.has_left = self.at >= len(run) or run[self.at] != unit
+        if self.has_left:
             try:
                 self.at = run.index(unit, self.at)
-            except ValueError:
+            except ValueError:  # a unit that the known run lacks: what comes behind it may be known again
                 return []
         self.at += 1
         return run[self.at : self.at + count]
-
-    @property
-    def at_known_place(self) -> bool:
-        """True if the current unit is not the first of its run, and a run with the same first unit is known."""
-        return len(self.now) > 1 and self.now[0] in self.runs
 
     def close(self) -> None:
         """Store the current run, and begin a new one."""
@@ -224,7 +221,7 @@ class ExecutionOrder:
 
     def restart(self) -> None:
         """Drop the current run."""
-        self.now, self.at = [], 0
+        self.now, self.at, self.has_left = [], 0, False
 
 
 @dataclass(slots=True)
@@ -235,7 +232,7 @@ class Stats:
         gathers: all-gathers of units.
         prefetched: all-gathers that were started ahead.
         unused: prefetched all-gathers that nothing used.
-        missed: all-gathers that could have been started ahead, had the units run in the same order as before.
+        missed: all-gathers that were not started ahead since the units ran in another order than before.
     """
 
     gathers: int = 0
@@ -277,7 +274,7 @@ class Scheduler:
         self._can_prefetch = can_prefetch
         self._records: dict[int, UnitRecord] = {}
 
-        # Outermost forwards begun and backwards ended so far: the number of the current phase.
+        # Outermost forwards begun, backwards begun and backwards ended so far: the number of the current phase.
         self._phase = 0
 
         # Units unsharded ahead and not used yet, oldest first: unit -> the phase in which that happened.
@@ -293,6 +290,7 @@ class Scheduler:
         # far.
         self._entered: dict[int, int] = {}
         self._latest = -1
+        self._has_begun_backward = False
 
         # Units whose forward runs inside backward, for activation checkpointing.
         self._recomputing: list[int] = []
@@ -495,6 +493,8 @@ class Scheduler:
             again: the backward has create_graph=True, so the unit stays unsharded until the next backward ends.
         """
         record = self._records[call.unit]
+        if not self._has_begun_backward:
+            self._begin_backward()
         if again and not copied_use:
             record.create_graph_phase = self._phase
         actions = self._reduce_done(beyond=call.end)
@@ -515,6 +515,8 @@ class Scheduler:
         (reentrant checkpointing), the unit's backward begins here.
         """
         record = self._records[unit]
+        if not self._has_begun_backward:
+            self._begin_backward()
         actions: list[Action] = []
         if record.last is None:
             record.last, record.had_grad = self.register_copied_use(unit), False
@@ -527,6 +529,11 @@ class Scheduler:
         return actions + self._unshard_and_prefetch(
             record, expected, record.next_backward, stale=stale, in_backward=in_backward
         )
+
+    def _begin_backward(self) -> None:
+        """Begin a phase at the first event of a backward: shards may have been written since the forward."""
+        self._has_begun_backward = True
+        self._phase += 1
 
     def after_recompute(self, unit: int, *, grad: bool) -> ForwardCall:
         """Return the call that the recomputation repeats, for the backward of its graph."""
@@ -544,6 +551,7 @@ class Scheduler:
         Calls older than the latest one that this backward reached are no longer pending.
         """
         self._recomputing.clear()
+        self._has_begun_backward = False
         for record in self._records.values():
             if record.create_graph_phase != self._phase:
                 record.create_graph_phase = -1
@@ -610,7 +618,7 @@ class Scheduler:
     # --- prefetching ---
 
     def is_prefetched_in_this_phase(self, unit: int) -> bool:
-        """Return True if the unit was prefetched in the current phase, so that its unsharded parameters cannot be stale."""
+        """Return True if the unit was prefetched in the running forward or backward, so that it cannot be stale."""
         return self._prefetched.get(unit) == self._phase
 
     def _expect_in_backward(self, call: ForwardCall) -> list[int]:
@@ -660,7 +668,7 @@ class Scheduler:
                 record.unsharded_by_user = unsharded_by_user
         if itself and record.residency is Residency.SHARDED:
             order = self.backward_order if in_backward else self.forward_order
-            self.stats.missed += order.at_known_place
+            self.stats.missed += order.has_left
             actions.append(self._start_unshard(record))
         if record.residency is Residency.GATHERING:
             actions += self.finish_unshard(unit)
@@ -782,6 +790,7 @@ class Scheduler:
             record.last, record.had_grad, record.create_graph_phase = None, False, -1
 
     def _forget_step(self) -> None:
+        self._has_begun_backward = False
         self._entered.clear()
         self.running.clear()
         self._recomputing.clear()

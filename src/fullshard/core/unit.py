@@ -502,7 +502,8 @@ class Unit:
                 )
                 sent.wait()
                 copy.release_staging()
-                group.note_copy_to_device(sent.work)
+                if group.storage.host:
+                    group.note_copy_to_device(sent.work)
         return group.values_in(copies[-1])
 
     def reshard(self, *, doing: str = "reshard()") -> None:
