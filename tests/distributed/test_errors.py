@@ -49,13 +49,13 @@ def test_what_fully_shard_refuses(world: World) -> None:
         mesh=mesh,
     )
     refused(
-        "ignored_params must hold the parameters themselves, got 'weight'. Get them from the model, as in {model.get_parameter('head.weight')}",
+        "ignored_params must hold the parameters themselves, got 'weight'. Get them from the model, as in ignored_params={model.get_parameter('head.weight')}.",
         nn.Linear(2, 2),
         mesh=mesh,
         ignored_params={"weight"},
     )
     refused(
-        "ignored_params must hold the parameters themselves, got a Tensor. Get them from the model, as in {model.get_parameter('head.weight')}",
+        "ignored_params must hold the parameters themselves, got a Tensor. Get them from the model, as in ignored_params={model.get_parameter('head.weight')}.",
         nn.Linear(2, 2),
         mesh=mesh,
         ignored_params=[torch.ones(2)],
@@ -69,6 +69,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
         )
     refused("fully_shard takes an nn.Module or a non-empty list of modules, got list.", [], mesh=mesh)
     refused("fully_shard takes an nn.Module or a non-empty list of modules, got int.", 3, mesh=mesh)
+    refused("fully_shard takes a list of modules, got a str at index 1 of the list.", [nn.Linear(2, 2), "head"], mesh=mesh)
     unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
     refused("fully_shard was already called on this FSDPLinear. Call it once per module.", unit, mesh=mesh)
     refused("Expected a DeviceMesh or None as mesh, got int. Build a mesh with init_device_mesh().", nn.Linear(2, 2), mesh=4)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard, shard_model, wrap
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PAIRS = [pytest.param(BF16, FP32, id="bf16-with-fp32"), pytest.param(FP32, BF16, id="fp32-with-bf16")]
@@ -334,6 +334,11 @@ def test_parameters_that_the_policy_leaves_out_are_gathered_in_their_own_dtype(w
         square(sharded(batch(0))).backward()
         assert sharded.seen == (FP32, BF16, BF16), "inputs are cast to param_dtype all the same"
     assert len(asked) == 3, "once for each parameter"
+    asked.clear()
+    placed: list[nn.Parameter] = []
+    plan = {"policy": wrap.ModuleWrapPolicy({nn.LayerNorm}), "shard_placement_fn": placed.append}
+    shard_model(Recorder(), world.mesh, mp_policy=policy, **plan)
+    assert len(asked) == len(placed) == 3, "also by a call that checks all units before it shards the first"
     twin = copy.deepcopy(sharded)
     twin(batch(0))
     assert twin.seen == (FP32, BF16, BF16)

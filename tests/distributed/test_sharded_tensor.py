@@ -132,6 +132,8 @@ def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_go
             write(model.weight)
         with pytest.raises(StateError, match="'weight' .* cannot be resharded: it was written while it was unsharded by hand"):
             model.reshard()
+        model.reshard()  # discards the write, as the error says
+        assert isinstance(model.weight, DTensor)
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=world.mesh)
     model.unshard()
     model(torch.ones(2, 4)).sum().backward()

@@ -332,7 +332,7 @@ class ShardedParameter:
             raise StateError(
                 f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be resharded: it was written while it was "
                 "unsharded by hand, and reshard() would lose the write. Write to it in `with fullshard.full_params(module):`, "
-                "or to its shard while it is sharded."
+                "or to its shard while it is sharded. To discard the write, call reshard() again."
             )
 
     # --- slots ---

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
@@ -91,7 +91,8 @@ def fully_shard(  # type: ignore[misc]
 
     Args:
         module: a module with a forward, or a list of modules that form one unit. The parameters of a list are unsharded
-            before the forward of the first module that runs, and freed after the forward of the last one.
+            before the forward of the first module that runs, and freed after the forward of the last one. Without a unit around
+            the list, each of its modules runs by itself.
         mesh: a 1-D DeviceMesh to shard over, or a 2-D one for hybrid sharding (HSDP): replicate over dim 0, shard over
             dim 1. Names of mesh dims that contradict this, such as ("dp_shard", "cp"), are refused. None means all ranks of
             the default process group.
@@ -99,9 +100,10 @@ def fully_shard(  # type: ignore[misc]
             False keeps them: more memory, one all-gather less. None means False for the outermost unit of a forward and
             True for all other units. An int k must divide the size of the shard mesh dim: after forward, each group of k
             neighbouring ranks keeps one copy of the parameters (1/k per rank), and backward all-gathers within that group.
-            A forward without grad always frees them.
+            A forward without grad always frees them, except under `ZERO2`, `ZERO1` and inside of `resident()`.
         states: the level of ZeRO: `ZERO3` shards everything; `ZERO2` and `ZERO1` keep the unsharded parameters between steps
-            and all-gather them once per step, in the first forward after the shards were written (see `StateSharding`).
+            and all-gather them once per step, in the first forward after the shards were written; on a hybrid mesh, `HFSDP`
+            shards the optimizer's states over the replicas as well (see `StateSharding`).
         shard_placement_fn: called with each parameter; returns the dim to shard: None for dim 0, `Shard(d)` (`d` may be
             negative, and the dim uneven), or a `ShardPlacementResult` with a mesh for this parameter.
         mp_policy: dtypes of computation, communication and outputs.
@@ -113,8 +115,9 @@ def fully_shard(  # type: ignore[misc]
         check_policy: the checks during training.
         sync: "check" raises an error with the name of the first parameter whose values differ between ranks, for example
             because of different seeds. "broadcast" copies the parameters and buffers of the first rank to all ranks. "off"
-            does neither. Replicas of parameters on meta are compared at the first forward. With threads as ranks (torch's
-            tests) all ranks draw from one generator, so "check" means "off".
+            does neither. FULLSHARD_SYNC in the environment takes the place of "check". Replicas of parameters on meta are
+            compared at the first forward. With threads as ranks (torch's tests) all ranks draw from one generator, so "check"
+            means "off".
         buffers: "local" leaves buffers to each rank, as FSDP2 does. "mean" averages floating-point buffers (such as the
             running statistics of batch norms) over all ranks after each forward in training mode, and copies the other
             buffers from the first rank. "broadcast" copies all buffers from the first rank. "mean" and "broadcast" replace
@@ -130,7 +133,7 @@ def fully_shard(  # type: ignore[misc]
         ValueError: for a container without forward, a module that was sharded already, a parameter on another device type
             or with different values on different ranks, a tie between units with different options, a mesh of more than
             two dims, an impossible placement, or an option of the wrong type. The error names the module or parameter, and
-            is raised before anything has changed.
+            is raised before a module or parameter has changed.
 
     Example:
         >>> for block in model.blocks:                                                        # doctest: +SKIP
@@ -147,7 +150,7 @@ def fully_shard(  # type: ignore[misc]
             f"torch {torch.__version__} is newer than the torch that this version of fullshard was tested with "
             f"({'.'.join(map(str, _torch.NEWEST_TRIED))}). If something fails, look for a newer version of fullshard."
         )
-    shaped = _ResolvedArguments.of(
+    arguments = _ResolvedArguments.of(
         mesh,
         reshard_after_forward,
         shard_placement_fn,
@@ -160,23 +163,15 @@ def fully_shard(  # type: ignore[misc]
         sync,
         buffers,
     )
-    communicator = Runtime.of(shaped.axis.device, comm_policy).communicator
+    communicator = Runtime.of(arguments.axis.device, comm_policy).communicator
     with communicator.reporting_exceptions(f"'{type(modules[0]).__name__}' fully_shard()"):
-        _shard(modules, shaped, ignored, frozenset())
+        _shard(modules, arguments, ignored, frozenset())
     return module
-
-
-def _shard(
-    modules: list[nn.Module], shaped: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
-) -> None:
-    """Form one unit from `modules`, and skip the submodules in `planned` (ids), which later units will own."""
-    with gc_paused():
-        _make_unit(modules, shaped, ignored, planned)
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the garbage collector while the block creates many objects, none of them garbage in reference cycles."""
+    """Disable the garbage collector while the block creates many objects, of which it would find none to free."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -186,13 +181,16 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _make_unit(
-    modules: list[nn.Module], shaped: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
+@gc_paused()
+def _shard(
+    modules: list[nn.Module], arguments: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
 ) -> None:
+    """Form one unit from `modules`, and skip the submodules in `planned` (ids), which later units will own."""
     patches.install()
-    found = _inspect(modules, shaped, ignored, planned)
-    axis, options, refs = shaped.axis, shaped.options, found.refs
-    _check_or_sync_values(found, _agreement(modules, shaped), options.sync)
+    found = _inspect(modules, arguments, ignored, planned)
+    arguments.decided.clear()  # it would keep the memory of the parameters
+    axis, options, refs = arguments.axis, arguments.options, found.refs
+    _check_or_sync_values(found, _agreement(modules, arguments), options.sync)
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
@@ -200,7 +198,7 @@ def _make_unit(
         new = [
             ShardedParameter(ref, how, keeps_dtype=keeps) for ref, how, keeps in zip(refs, found.shardings, found.keep_dtype)
         ]
-        taken, merged = found.ties.take(plain_class)
+        taken, merged = found.ties.take(plain_class)  # parameters and modules of other units that become part of this one
         unit = make_unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
         for parameter, ref in zip(new, refs):
             replace_with_sharded(parameter, ref.parameter)
@@ -224,6 +222,10 @@ class _ResolvedArguments:
     placement_fn: PlacementFn | None
     mp_policy: MixedPrecisionPolicy  # includes `param_dtype_override_fn`, which the unit does not keep
 
+    # How each parameter is sharded, and True to all-gather it in its own dtype, whatever the policy. Kept, so that the user's
+    # functions are called once with each parameter, also if the call is prepared first and applied later.
+    decided: dict[nn.Parameter, tuple[ParamSharding, bool]] = field(default_factory=dict)
+
     @classmethod
     def of(
         cls,
@@ -241,7 +243,7 @@ class _ResolvedArguments:
     ) -> _ResolvedArguments:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
         if sync == "check" and _torch.threads_are_ranks():
-            sync = "off"  # threads draw from one shared generator, so each builds a different model for every seed
+            sync = "off"  # threads draw from one shared generator, so each builds a different model, whatever the seed
         for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
             if choice not in allowed:
                 raise ValueError(f"{option} must be one of {allowed}, got {choice!r}.")
@@ -287,7 +289,7 @@ def _check_replicas_to_shard(axis: ShardAxis) -> None:
 
 @dataclass(frozen=True)
 class _Inspection:
-    """Parameters and buffers that a call of `fully_shard` will shard, and how."""
+    """Parameters that a call of `fully_shard` will shard, and how, and buffers that it will move."""
 
     managed: ManagedTensors
     ties: Ties  # parameters that belong to other units already
@@ -298,30 +300,37 @@ class _Inspection:
 
 def _inspect(
     modules: list[nn.Module],
-    shaped: _ResolvedArguments,
+    arguments: _ResolvedArguments,
     ignored: Iterable[nn.Parameter],
     planned: frozenset[int],
 ) -> _Inspection:
-    """Return the parameters and buffers to shard, or raise an error for any that cannot be sharded. Collective.
+    """Return the parameters to shard and the buffers to move, or raise an error for any that cannot be. Collective.
 
-    It is collective because it may create process groups. It changes nothing else.
+    It may create process groups, and reshards other units that own some of the parameters. It changes nothing else.
     """
-    axis, options = shaped.axis, shaped.options
+    axis, options = arguments.axis, arguments.options
     managed = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
     ties = find_ties(modules, managed, options)
     refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
     _check_parameters(refs, axis)
     _check_buffers(managed, axis)
+    # Raises for illegal options, and creates process groups, before anything of the model changes.
     Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
     axis = axis_of_all_ranks(axis) if options.states.shards_over_replicas else axis
-    keep_dtype = [shaped.mp_policy.keeps_dtype_of(ref.parameter, name=ref.name) for ref in refs]
-    return _Inspection(managed, ties, refs, [_sharding_of(ref, axis, shaped.placement_fn) for ref in refs], keep_dtype)
+    decided = arguments.decided
+    for ref in refs:
+        if ref.parameter not in decided:
+            keeps = arguments.mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
+            decided[ref.parameter] = _sharding_of(ref, axis, arguments.placement_fn), keeps
+    found = [decided[ref.parameter] for ref in refs]
+    return _Inspection(managed, ties, refs, [sharding for sharding, _ in found], [keeps for _, keeps in found])
 
 
 class PreparedShard:
     """A call of `fully_shard`, checked now and applied later.
 
-    The constructor raises the errors of `fully_shard` and changes nothing. Constructor and `apply_prepared` are collective.
+    The constructor raises the errors of `fully_shard` about this rank's module and options, and changes no module and no
+    parameter. `apply_prepared` compares the ranks and shards. Both are collective.
 
     Args:
         module: as in `fully_shard`.
@@ -342,21 +351,21 @@ class PreparedShard:
     ) -> None:
         self._modules = _check_modules(module)
         self._ignored = _check_ignored(ignored_params)
-        self._shaped = _ResolvedArguments.of(mesh, **options)
+        self._arguments = _ResolvedArguments.of(mesh, **options)
         self._planned = frozenset(map(id, units))
-        _inspect(self._modules, self._shaped, self._ignored, self._planned)
+        _inspect(self._modules, self._arguments, self._ignored, self._planned)
 
     def apply_prepared(self) -> None:
         """Shard the module. Collective."""
-        _shard(self._modules, self._shaped, self._ignored, self._planned)
+        _shard(self._modules, self._arguments, self._ignored, self._planned)
 
 
-def _agreement(modules: list[nn.Module], shaped: _ResolvedArguments) -> Agreement:
+def _agreement(modules: list[nn.Module], arguments: _ResolvedArguments) -> Agreement:
     """Return the agreement of the ranks in this call."""
-    runtime = Runtime.of(shaped.axis.device, shaped.options.comm)
-    runtime.update_timeouts(shaped.options.checks)
+    runtime = Runtime.of(arguments.axis.device, arguments.options.comm)
+    runtime.update_timeouts(arguments.options.checks)
     classes = ", ".join(type(module).__name__ for module in modules)
-    return Agreement(runtime.communicator, [shaped.axis], UnitName(type(modules[0]).__name__), "fully_shard()", classes)
+    return Agreement(runtime.communicator, [arguments.axis], UnitName(type(modules[0]).__name__), "fully_shard()", classes)
 
 
 def _check_or_sync_values(found: _Inspection, agreement: Agreement, how: str) -> None:
@@ -404,8 +413,11 @@ def _check_or_sync_values(found: _Inspection, agreement: Agreement, how: str) ->
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     given = [module] if isinstance(module, nn.Module) else module
-    if not isinstance(given, (list, tuple)) or not given or not all(isinstance(item, nn.Module) for item in given):
+    if not isinstance(given, (list, tuple)) or not given:
         raise ValueError(f"fully_shard takes an nn.Module or a non-empty list of modules, got {type(module).__name__}.")
+    for index, item in enumerate(given):
+        if not isinstance(item, nn.Module):
+            raise ValueError(f"fully_shard takes a list of modules, got a {type(item).__name__} at index {index} of the list.")
     for item in given:
         if isinstance(item, (nn.ModuleList, nn.ModuleDict)) and type(item).forward is nn.Module.forward:
             raise ValueError(
@@ -433,19 +445,19 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
             shown = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
             raise ValueError(
                 f"ignored_params must hold the parameters themselves, got {shown}. Get them from the model, as in "
-                "{model.get_parameter('head.weight')}"
+                "ignored_params={model.get_parameter('head.weight')}."
             )
     return found
 
 
 def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
     tensor = to_local(ref.parameter.data)
-    # All-gather hooks of a subclass work on the shards that one all-gather brings together.
+    # A parameter with a group of its own is not all-gathered in two hops, so it is sharded over the shard dim only.
     how = plan_sharding(ref.parameter, axis.transport if needs_own_group(tensor) else axis, placement_fn, name=ref.name)
     if how.dim != 0 and needs_own_group(tensor):
         raise ValueError(
-            f"Parameter '{ref.name}' cannot be sharded along dim {how.dim}: its class defines fsdp_pre_all_gather, which "
-            "all-gathers rows. Shard it along dim 0."
+            f"Parameter '{ref.name}' cannot be sharded along dim {how.dim}: it is a tensor subclass, or has all-gather hooks, "
+            "and is all-gathered by rows. Shard it along dim 0."
         )
     if not is_plain(tensor):
         _check_subclass_shard(ref.name, tensor, how)
