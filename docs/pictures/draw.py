@@ -20,7 +20,7 @@ from typing import Any
 import fullshard
 from fullshard.core import reduction
 from fullshard.core.layout import DirectRule, plan_layout
-from fullshard.core.scheduler import TRANSITIONS, Action, Reduce, Reshard, ReshardPolicy, Residency, Scheduler, Unshard, Wait
+from fullshard.core.scheduler import TRANSITIONS, Action, Reduce, Reshard, KeepAfterForward, Residency, Scheduler, Unshard, Wait
 from fullshard.foresight.picture import figure_of
 from fullshard.policies import PRESETS, ZERO3, CommPolicy, StateSharding
 
@@ -39,7 +39,7 @@ Drawn = dict[str, Any]  # what JSON can hold
 class _Options:
     """The options of a unit that its planner reads."""
 
-    reshard_policy: ReshardPolicy
+    keep_after_forward: KeepAfterForward
     keep_after_backward: bool = False
     in_backward: bool = True
     comm: CommPolicy = CommPolicy()  # noqa: RUF009 (it is frozen)
@@ -136,7 +136,7 @@ def schedule() -> Drawn:
     """The third step of a root with two blocks: the orders of the units are known by then."""
     scheduler = Scheduler()
     for unit in range(3):
-        scheduler.register(unit, _Options(ReshardPolicy.NEVER if unit else ReshardPolicy.OUTERMOST))
+        scheduler.register(unit, _Options(KeepAfterForward.NEVER if unit else KeepAfterForward.OUTERMOST))
     for _ in range(3):
         clock = _Clock()
         _run_microbatch(scheduler, clock)
@@ -149,7 +149,7 @@ def levels() -> Drawn:
     for name, states in PRESETS.items():
         scheduler, clock = Scheduler(), _Clock()
         clock.two_hops = states.shards_over_replicas
-        records = [scheduler.register(unit, _Options(ReshardPolicy.OUTERMOST, states=states)) for unit in range(3)]
+        records = [scheduler.register(unit, _Options(KeepAfterForward.OUTERMOST, states=states)) for unit in range(3)]
         for _ in range(3):
             clock.keep([record.number for record in records if record.residency is Residency.FULL])
             clock.run(scheduler.drop_stale(range(3)))

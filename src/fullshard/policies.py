@@ -37,18 +37,19 @@ UNSET_GRAD_DTYPE = GradDtype()
 class Dtypes:
     """The dtypes of a parameter group, one for each use, and what is cast between them.
 
-    A gradient passes through up to four dtypes. Each cast is made at one place, which takes the dtype from here:
+    A gradient passes through up to four dtypes. Each is cast by one class, which takes the dtype from here:
 
         property   gradients in it                      cast to it by
         compute    of one backward                      autograd; not at all if `casts_gradients`
-        kept       of backwards without communication   the sum in `GroupGradients.accumulate`
-        reduce     in messages, and sums over ranks     the copy into messages in `Reduction`; none if `reduces_as_is`
-        reduced    in `.grad`                           the copy of the sum in `Reduction`; none if equal to `reduce`
+        kept       of backwards without communication   `GroupGradients`, in the sum
+        reduce     in messages, and sums over ranks     `Reduction`, in the copy into messages; no cast if `reduces_as_is`
+        reduced    in `.grad`                           `Reduction`, in the copy of the sum; no cast if equal to `reduce`
 
-    So a new option for one of these dtypes changes this class and the policy that resolves to it; the readers stay.
+    So a new option for one of these dtypes changes this class and the policy that resolves to it. The code that reads them, and
+    the predictions, do not change. All fields are part of each group's fingerprint, so ranks that disagree raise an error.
 
-    With a `reduce_dtype` of None, `ParamGroup` may replace `reduce` by a wider dtype later. A dtype that follows it is a
-    property, as `kept` is.
+    With a `reduce_dtype` of None, `ParamGroup` may replace `reduce` by a wider dtype later: that of the gradients of one
+    backward, before kept ones are added. A dtype that follows it is a property, as `kept` is.
     """
 
     storage: torch.dtype  # of the shards
@@ -59,14 +60,13 @@ class Dtypes:
 
     @property
     def casts_gradients(self) -> bool:
-        """True if keeping or reducing casts gradients, so autograd must leave them in the dtype in which they were computed.
+        """True if keeping and reducing cast gradients, so autograd must leave them in the dtype in which they were computed.
 
-        `.grad` of the unsharded parameters may have any dtype then.
-
-        Before torch 2.15, autograd casts gradients to the compute dtype first, as under FSDP2, unless `grad_dtype` was set.
+        `.grad` of the unsharded parameters may have any dtype then. Before torch 2.15 this is False unless a `grad_dtype` was
+        set: autograd casts gradients to the compute dtype first, as under FSDP2.
         """
-        asked = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
-        return asked and any(dtype != self.compute for dtype in (self.reduce, self.kept, self.grad))
+        autograd_may_leave_them = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
+        return autograd_may_leave_them and any(dtype != self.compute for dtype in (self.reduce, self.kept, self.grad))
 
     @property
     def kept(self) -> torch.dtype:
@@ -107,19 +107,20 @@ class StateSharding:
     - `HFSDP` shards the parameters that the optimizer sees, its states and `.grad` over all ranks. In addition each rank keeps
       its shard of the hybrid mesh in the compute dtype. It is all-gathered over the replicas once per step, and forward and
       backward all-gather from it, over the shard dim. Gradients are reduce-scattered over the shard dim in each microbatch, and
-      over the replicas in the backward that ends the step, which must be marked as under `ZERO1`. A parameter with so few rows
-      that most of its shards would be padding stays replicated, as on any hybrid mesh.
+      over the replicas in the backward that ends the step; mark the other backwards as under `ZERO1`. A parameter with so few
+      rows that most of its shards would be padding is sharded over the shard dim only, as on any hybrid mesh.
 
     Args:
         parameters: roles of the mesh dims that shard the parameters between steps: `("shard",)`, or `()` to keep them
             unsharded.
-        gradients: roles of the mesh dims that shard the gradients between microbatches: `("shard",)`, or `()` to sum
-            unsharded gradients.
+        gradients: roles of the mesh dims that shard the gradients between microbatches: `("shard",)`, the same as `optimizer`,
+            or `()` to sum unsharded gradients.
         optimizer: roles of the mesh dims that shard the optimizer's states, and the parameters and gradients that it sees:
             `("shard",)`, or on a hybrid mesh `("replicate", "shard")`.
 
     Raises:
-        ValueError: for other roles, or if a state is sharded over fewer mesh dims than the state before it.
+        ValueError: for other roles, if a state is sharded over fewer mesh dims than the state before it, or for unsharded
+            parameters with optimizer states that are sharded over both dims.
 
     Example:
         >>> StateSharding(parameters=()) == ZERO2
@@ -219,7 +220,8 @@ class MixedPrecisionPolicy:
 
     Fields and meaning are those of FSDP2's class of this name. Fields that FSDP2 lacks (`_ONLY_HERE`) come last.
 
-    `.grad` has the parameter's `grad_dtype`, by default its storage dtype. Integer and boolean parameters are never cast.
+    `.grad` has the parameter's `grad_dtype`, by default its storage dtype. Integer, boolean and complex parameters are never
+    cast.
 
     Args:
         param_dtype: dtype of the unsharded parameters, and so of forward and backward; None keeps the storage dtype.
@@ -231,7 +233,8 @@ class MixedPrecisionPolicy:
             return that dtype; otherwise return `param_dtype` or None. Inputs are cast to `param_dtype` in any case.
         accumulate_dtype: dtype in which backwards without communication (`model.accumulate()`) sum the gradients that they keep
             on each rank; the sum is cast to the reduce dtype when it is reduced. None is the reduce dtype. With another dtype
-            every reduction copies large gradients, to cast them.
+            every reduction copies large gradients, to cast them. Units of `shard_model(full_precision=)` ignore it, as they
+            ignore `reduce_dtype`.
 
     Raises:
         ValueError: if a dtype is not a floating-point torch.dtype, or the override is not callable.
@@ -256,6 +259,11 @@ class MixedPrecisionPolicy:
             raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
+            if name == "accumulate_dtype" and isinstance(dtype, torch.dtype) and dtype.itemsize < 2:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.accumulate_dtype must be a dtype that torch can add in, got {dtype}. Pass one of at "
+                    "least 16 bits."
+                )
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}")
 
@@ -396,7 +404,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Shards, gradients and so optimizer states are stored in host memory.
 
     Each all-gather begins with one copy of a group's flat shard to the device. Each reduction ends with one copy of its flat
-    gradient to the host. Both copies run on the streams of the collectives and overlap with compute.
+    gradient to the host. Both copies overlap with compute: those to the device have a stream of their own, those to the host
+    run on the stream of the reduction.
 
     Args:
         pin_memory: page-lock the host memory, so that copies do not block the host. Ignored, with one warning, if there is no
@@ -417,20 +426,22 @@ class CommPolicy:
     """Options of collectives: direct and packed parameters, prefetch, and transport.
 
     Args:
-        direct_min_bytes: minimum bytes of a parameter's chunk per rank, in its compute dtype, for a direct all-gather, which
-            needs no copy. Smaller parameters share one packed collective. `float("inf")` packs everything; 0 packs only
-            parameters that cannot be all-gathered directly. None uses the value measured for the backend and applies three more
-            rules: the 16 largest parameters of a unit are direct if they have at least 8 MiB over all ranks and 4 KiB per rank;
-            further parameters are direct while more than 32 MiB and a tenth of the unit would be packed; and parameters with so
-            few rows that their chunks would be mostly padding are unsharded by an all-reduce.
+        direct_min_bytes: minimum bytes of a parameter's chunk per rank, in the smaller of its storage and compute dtypes, for a
+            direct all-gather, which needs no copy. Smaller parameters share one packed collective. `float("inf")` packs
+            everything; 0 packs only parameters that cannot be all-gathered directly. None uses the value for the backend
+            (measured for gloo, estimated for nccl) and applies three more rules: the 16 largest parameters of a group are
+            direct if they have at least 8 MiB over all ranks and 4 KiB per rank; further parameters of at least 1 MiB are
+            direct while more than 32 MiB and a tenth of the group would be packed; and parameters with so few rows that their
+            chunks would be mostly padding are unsharded by an all-reduce.
         reductions_in_flight: number of groups whose gradients may be in flight before backward waits for the oldest, at
             least 1.
         prefetch_bytes: prefetch units, in the order of the last run, while all prefetched units together have at most this
-            many bytes of unsharded parameters. None prefetches exactly one unit, 0 none.
+            many bytes of unsharded parameters, padding included. None prefetches exactly one unit, 0 none.
         gather_after_step: True starts the all-gathers of parameters that are kept unsharded between steps (`ZERO1`, `ZERO2`)
             behind the optimizer's step; False leaves them to the next forward, which prefetches them.
         collectives: called with each process group that a unit uses (shards; and, if there are any, replicas, separate
-            reductions, and the smaller group of an int reshard). Returns the `Collectives` to use instead of torch's.
+            reductions, the smaller group of an int reshard, and under `HFSDP` the group of all ranks). Returns the
+            `Collectives` to use instead of torch's.
         lanes: called with the device, returns a new `Lane`; None means CUDA streams or asynchronous CPU work.
 
     Raises:

@@ -12,9 +12,9 @@ from fullshard.core.scheduler import (
     TRANSITIONS,
     Action,
     ForwardCall,
+    KeepAfterForward,
     Reduce,
     Reshard,
-    ReshardPolicy,
     Residency,
     SaveSubgroupShard,
     Scheduler,
@@ -31,20 +31,20 @@ COMM = CommPolicy()
 class Options:
     """The options that a planner reads."""
 
-    reshard_policy: ReshardPolicy
+    keep_after_forward: KeepAfterForward
     keep_after_backward: bool = False
     in_backward: bool = True
     comm: CommPolicy = COMM
 
     @property
     def states(self) -> StateSharding:
-        return ZERO2 if self.reshard_policy is ReshardPolicy.KEPT else ZERO3
+        return ZERO2 if self.keep_after_forward is KeepAfterForward.KEPT else ZERO3
 
 
 class SimulatedRun:
     """Executes actions on nothing, and checks that each is legal where it comes."""
 
-    def __init__(self, keeps: list[ReshardPolicy]) -> None:
+    def __init__(self, keeps: list[KeepAfterForward]) -> None:
         self.scheduler = Scheduler()
         self.data = dict.fromkeys(range(len(keeps)), Residency.SHARDED)
         self.log: list[tuple[str, int]] = []
@@ -129,9 +129,9 @@ programs = st.lists(st.sampled_from(["train", "eval", "two", "forget", "raise"])
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), program=programs, keeps=st.lists(st.sampled_from(list(ReshardPolicy)), min_size=5, max_size=5))
+@given(data=st.data(), program=programs, keeps=st.lists(st.sampled_from(list(KeepAfterForward)), min_size=5, max_size=5))
 def test_every_program_keeps_the_moves_and_ends_sharded(
-    data: st.DataObject, program: list[str], keeps: list[ReshardPolicy]
+    data: st.DataObject, program: list[str], keeps: list[KeepAfterForward]
 ) -> None:
     run = SimulatedRun(keeps)
     tree = data.draw(trees(5))
@@ -158,7 +158,7 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
     run.forward(tree, calls)
     run.backward(calls)
     used = {unit for unit, *_ in _walk(tree)}
-    kept = {unit for unit, keep in enumerate(keeps) if keep is ReshardPolicy.KEPT}
+    kept = {unit for unit, keep in enumerate(keeps) if keep is KeepAfterForward.KEPT}
     assert {unit for unit, residency in run.data.items() if residency is Residency.FULL} == used & kept
     assert all(run.data[unit] is Residency.SHARDED for unit in set(run.data) - kept)
     reduced = [unit for name, unit in run.log if name == "Reduce"]
@@ -170,7 +170,7 @@ def _walk(tree: list) -> list[list]:
 
 
 def test_at_most_two_units_are_full_in_a_chain() -> None:
-    run = SimulatedRun([ReshardPolicy.NEVER] * 6)
+    run = SimulatedRun([KeepAfterForward.NEVER] * 6)
     for _ in range(3):
         calls: list[ForwardCall] = []
         for unit in range(6):
@@ -180,7 +180,7 @@ def test_at_most_two_units_are_full_in_a_chain() -> None:
 
 
 def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
-    run = SimulatedRun([ReshardPolicy.OUTERMOST] * 4)
+    run = SimulatedRun([KeepAfterForward.OUTERMOST] * 4)
     for _ in range(2):
         run.log.clear()
         calls: list[ForwardCall] = []
@@ -198,7 +198,7 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
 
 
 def test_kept_units_are_gathered_once_after_they_were_written_and_prefetched_as_others_are() -> None:
-    run = SimulatedRun([ReshardPolicy.KEPT] * 3)
+    run = SimulatedRun([KeepAfterForward.KEPT] * 3)
     for _ in range(2):
         run.log.clear()
         for microbatch in range(2):
@@ -219,14 +219,14 @@ def test_kept_units_are_gathered_once_after_they_were_written_and_prefetched_as_
 
 def test_ending_a_forward_that_never_began_is_an_internal_error() -> None:
     scheduler = Scheduler()
-    scheduler.register(0, Options(ReshardPolicy.NEVER))
+    scheduler.register(0, Options(KeepAfterForward.NEVER))
     with pytest.raises(InternalError, match="ended a forward that it never began"):
         scheduler.after_forward(0, grad=True)
 
 
 @pytest.mark.proves("43a")
 def test_a_wrong_guess_costs_one_unused_gather_and_is_counted() -> None:
-    run = SimulatedRun([ReshardPolicy.NEVER] * 3)
+    run = SimulatedRun([KeepAfterForward.NEVER] * 3)
     run.forward([0, [1]], [], grad=False)
     run.forward([0, [1]], [], grad=False)
     run.forward([0, [2]], [], grad=False)  # 1 was expected
@@ -241,7 +241,7 @@ def test_a_gather_that_may_not_start_ahead_is_not_missed(by_user: bool) -> None:
     """Units that run in order miss nothing, if the budget or the lists of the user leave no unit to prefetch."""
     scheduler = Scheduler()
     for unit in range(3):
-        options = Options(ReshardPolicy.NEVER, comm=CommPolicy(prefetch_bytes=None if by_user else 0))
+        options = Options(KeepAfterForward.NEVER, comm=CommPolicy(prefetch_bytes=None if by_user else 0))
         record = scheduler.register(unit, options)
         record.configure(options, nbytes=8)
         record.next_forward = record.next_backward = () if by_user else None
@@ -262,7 +262,7 @@ def test_what_forward_prefetched_may_be_stale_in_backward() -> None:
     """The user may write its shards between the two, so the unit compares their versions."""
     scheduler = Scheduler()
     for unit in range(3):
-        scheduler.register(unit, Options(ReshardPolicy.NEVER))
+        scheduler.register(unit, Options(KeepAfterForward.NEVER))
     for inner in (1, 2), (1,):  # the second forward skips unit 2, which was prefetched for it
         scheduler.before_forward(0)
         for unit in inner:

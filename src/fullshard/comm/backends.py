@@ -1,9 +1,14 @@
 """The choice of collectives for a process group, by its backend.
 
-A new backend with torch's collectives needs nothing: it averages unless `_SUM_ONLY` has it. One with collectives of its own is
-a branch in `collectives_for`, and a line in `carries_tags` if its messages carry tags. Predictions assume the classes that are
-chosen here (`foresight/simulate.py`), and know networks and backends by name (`foresight/hardware.py`,
-`foresight/calibrate.py`).
+A new backend has one of three places:
+
+- with torch's collectives and ReduceOp.AVG, as all torch's accelerator backends but MTIA's, it needs no change;
+- without ReduceOp.AVG it is a name in `_SUM_ONLY`: sums are scaled afterwards. No other reduction is used, in particular not
+  premultiplied sums;
+- with collectives of its own it is a branch in `collectives_for`, and in `carries_tags` if its messages carry tags.
+
+`unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume the classes chosen here,
+and know networks, not backends (`foresight/hardware.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
-"""Backends without ReduceOp.AVG. Of accelerators' backends only MTIA's has none; FSDP2 assumes the same."""
+"""Backends without ReduceOp.AVG, by name. (MTIA's is found by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

@@ -37,7 +37,7 @@ behind a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradie
 `clean_name` are for walks over modules.
 
 **Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard` and
-`Reduce`. It has a `UnitRecord` per unit, with a `ReshardPolicy`.
+`Reduce`. It has a `UnitRecord` per unit, with a `KeepAfterForward`.
 
 **Communication.** An `Agreement` represents the ranks in one call outside of a step. It compares and gathers values by logged
 collectives. Its `run` raises on all ranks if the work fails on one of them, as `run` of all `Ranks` does. A `CollectiveCall` is
@@ -136,9 +136,9 @@ from fullshard.core.runtime import Runtime, gather_after_step, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
+    KeepAfterForward,
     Reduce,
     Reshard,
-    ReshardPolicy,
     SaveSubgroupShard,
     Scheduler,
     UnitRecord,
@@ -182,6 +182,7 @@ __all__ = [
     "GroupLayout",
     "HostStream",
     "InFlight",
+    "KeepAfterForward",
     "Lane",
     "ManagedTensors",
     "Message",
@@ -195,7 +196,6 @@ __all__ = [
     "ReduceScatter",
     "ReductionLayout",
     "Reshard",
-    "ReshardPolicy",
     "Runtime",
     "SaveSubgroupShard",
     "Scheduler",

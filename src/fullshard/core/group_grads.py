@@ -18,11 +18,13 @@ from fullshard.policies import Dtypes
 
 @dataclass(frozen=True, eq=False)
 class ReductionPlan:
-    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient; fixed when the group is created.
+    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient.
+
+    It is fixed when the group is created, and made anew only if the reduce dtype is widened.
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed
-    slices   p5, p6                        cast or sharded unevenly: slice by slice through one buffer
+    slices   p5, p6                        cast or uneven, if collectives run in order: slice by slice through one buffer
     sums     p7                            few rows: all-reduced whole, slice by slice
     """
 
@@ -39,7 +41,7 @@ class ReductionPlan:
     # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]  # attribute of each parameter's gradient that stores this mark
-    has_slices: bool  # whether there are slices or sums
+    has_slices_or_sums: bool
     dtype: torch.dtype  # dtype of `.grad`
 
     @classmethod
@@ -79,7 +81,7 @@ class ReductionPlan:
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
-            has_slices=bool(found.slices or found.sums),
+            has_slices_or_sums=bool(found.slices or found.sums),
             dtype=dtypes.reduced,
         )
 
@@ -102,8 +104,8 @@ class DeferredSum(Protocol):
 class GroupGradients:
     """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
 
-    `foresight/group.py` and `wrap/plan_messages.py` predict the memory and messages of this class and of `Reduction`: change
-    them together.
+    `foresight/group.py` and `wrap/plan_messages.py` predict what this class and `Reduction` allocate and send, in their order:
+    change them together. Dtypes they take from the same `Dtypes`.
 
         backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction

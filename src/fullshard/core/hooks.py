@@ -1,4 +1,4 @@
-"""Module hooks, autograd graph hooks and state-dict hooks of a unit. They only call the runtime, which decides what to do."""
+"""Module hooks, autograd graph hooks and state-dict hooks of a unit. They only call the unit."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core.scheduler import ReshardPolicy
+from fullshard.core.scheduler import KeepAfterForward
 from fullshard.errors import warn_once
 from fullshard.policies import LintWarning
 
@@ -59,7 +59,7 @@ def check_hidden(unit: Unit, output: Any) -> None:
         if full is not None and full.requires_grad and _torch.is_in_graph(full):
             hook_late_grads(unit)
             if "hidden" not in unit.options.checks.silence:
-                if unit.record.policy in (ReshardPolicy.ALWAYS, ReshardPolicy.KEPT):
+                if unit.record.policy in (KeepAfterForward.ALWAYS, KeepAfterForward.KEPT):
                     why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
                 else:
                     why = "starts no all-gather of the parameters"

@@ -13,9 +13,15 @@ KIB, MIB = 1 << 10, 1 << 20
 # A direct parameter has a collective of its own; packed parameters share one (see `DirectRule`).
 MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a direct parameter that the default rule chooses
 MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a direct parameter that the default rule chooses
+LEAST_PADDING = 1 * MIB  # padding of fewer bytes is not worth another kind of collective
+FEW_BYTES = 1 * MIB  # packed parameters of fewer bytes over all ranks join the summed ones, if there are some
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
 MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
-MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters of a group
+MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters that may be direct
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
 
 
 def staging_limit(nbytes: int) -> int:
@@ -35,26 +41,27 @@ def slice_limit(nbytes: int, *, kinds: int) -> int:
         kinds: how many kinds of collectives are sliced, 0 to 2: reduce-scatters, all-reduces. Two kinds, each with a smaller
             last slice, may need one slice more.
     """
-    return max(32 * MIB, -(-nbytes // (MAX_SLICES + 1 - kinds)))
+    return max(32 * MIB, _ceil_div(nbytes, MAX_SLICES + 1 - kinds))
 
 
 @dataclass(frozen=True, slots=True)
 class DirectRule:
     """Choose the direct parameters: each has a collective of its own, without a copy between shard and unsharded buffer.
 
-    A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small.
+    A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small. Only
+    parameters that are sharded along dim 0, in chunks of a multiple of ALIGN_BYTES, and not summed may be direct.
 
     With `automatic`, parameters of fewer than `min_chunk` bytes per rank are direct as well, largest first, if they have
     MIN_CHUNK bytes per rank and one of these holds:
 
-    - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters.
+    - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters that may be direct.
     - They have MIN_MESSAGE bytes over all ranks and the packed parameters would need more than `staging_limit`.
 
     With `automatic`, a parameter whose equal chunks would be mostly padding is summed: unsharded by an all-reduce instead of an
     all-gather (see `GroupLayout`).
 
     Attributes:
-        min_chunk: bytes per rank from which every parameter is direct; `inf` for none.
+        min_chunk: bytes per rank from which every parameter that may be direct is direct; `inf` for none.
         automatic: whether the rules above apply.
     """
 
@@ -81,7 +88,7 @@ class DirectRule:
             return direct
         total = ranks * sum(chunks)
         packed = total - ranks * sum(chunks[i] for i in direct)
-        seen = 0
+        seen = 0  # candidates, with those that are direct already
         for index in sorted(candidates, key=lambda i: (-chunks[i], i)):
             message = ranks * chunks[index]
             is_large = message >= LARGE_MESSAGE and seen < MAX_LARGE_DIRECT
@@ -104,19 +111,24 @@ class DirectRule:
 
 
 def is_mostly_padding(nbytes: int, padded: int) -> bool:
-    """Return True if a parameter of `nbytes` bytes has `padded` bytes in equal chunks, which are mostly padding."""
-    return padded >= 2 * nbytes and padded - nbytes >= MIN_MESSAGE
+    """Return True if at least half of a parameter's equal chunks is padding, and at least LEAST_PADDING bytes.
+
+    Args:
+        nbytes: bytes of the parameter.
+        padded: its bytes in equal chunks for all ranks.
+    """
+    return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING
 
 
 def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
     """Return True if a parameter that is sharded along `dim` over `ranks` ranks is mostly padding."""
     rows, nbytes = shape[dim], prod(shape) * itemsize
-    return rows > 0 and is_mostly_padding(nbytes, -(-rows // ranks) * ranks * (nbytes // rows))
+    return rows > 0 and is_mostly_padding(nbytes, _ceil_div(rows, ranks) * ranks * (nbytes // rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Rows of a tensor sharded along one dim (dim 0 by default) that one rank owns, by torch.chunk's rule.
+    """Rows that one rank owns of a dim that is divided into equal chunks; `of_rank` divides by torch.chunk's rule.
 
         row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
         rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
@@ -132,7 +144,7 @@ class Extent:
     @classmethod
     def of_rank(cls, length: int, *, ranks: int, rank: int) -> Extent:
         """Return the rows of rank `rank` if `length` rows are sharded over `ranks` ranks."""
-        return cls.of_chunk(length, chunk=-(-length // ranks), rank=rank)
+        return cls.of_chunk(length, chunk=_ceil_div(length, ranks), rank=rank)
 
     @classmethod
     def of_chunk(cls, length: int, *, chunk: int, rank: int) -> Extent:
@@ -159,7 +171,7 @@ class ParamOffsets:
                           ...[unsharded_offset, unsharded_offset + numel)...         of a summed parameter
 
     If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise they are not: the parameter is `permuted`.
-    It is packed, and its dims are permuted in the copy into or out of the buffer of the collective.
+    It is packed, and each rank's block is copied to its place along `dim` behind an all-gather, and from it before a reduction.
     """
 
     shape: tuple[int, ...]  # unsharded
@@ -171,14 +183,13 @@ class ParamOffsets:
 
     @property
     def permuted(self) -> bool:
-        """True if the shards in rank order must be permuted to give the parameter."""
+        """True if the shards, one behind the other in rank order, are not the parameter."""
         return self.dim != 0
 
     @property
     def chunk(self) -> int:
         """Rows of the chunk along `dim`, padding included."""
-        length = self.shape[self.dim]
-        return self.size * length // max(1, prod(self.shape))
+        return self.size * self.shape[self.dim] // max(1, prod(self.shape))  # elements of the chunk, by elements of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +203,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Input of one collective: `size` elements of each rank's flat shard, starting at `offset`.
+    """One tensor that is communicated: `size` elements of each rank's flat shard, starting at `offset`.
+
+    On a backend with coalesced collectives one call takes all buckets of a group.
 
     A packed bucket has many segments. A direct bucket has one and is all-gathered straight into the unsharded buffer.
     """
@@ -224,9 +237,9 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
     ((Slice(parameter=0, start=0, size=64), Slice(parameter=3, start=0, size=64)), (Slice(parameter=3, start=64, size=64),))
     """
     total = sum(size for _, size in sizes)
-    maximum = max(1, -(-limit // ranks))
-    width = -(-total // -(-total // maximum)) if total else 0  # the fewest messages, then all of the same width
-    room = width = min(maximum, width + -width % 64)  # multiples of 64, so that slices start at aligned addresses
+    maximum = max(1, _ceil_div(limit, ranks))
+    width = _ceil_div(total, _ceil_div(total, maximum)) if total else 0  # the fewest messages, then all of the same width
+    room = width = min(maximum, width + -width % 64)  # a multiple of 64 if possible, for aligned addresses
     messages: list[list[Slice]] = [[]]
     for parameter, size in sizes:
         start = 0
@@ -305,7 +318,7 @@ class GroupLayout:
     def is_chunked(self, index: int) -> bool:
         """Return True if torch.chunk along dim 0 would divide this parameter into the same chunks, padding aside."""
         place = self.offsets[index]
-        return place.dim == 0 and place.chunk == -(-place.shape[0] // self.ranks)
+        return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
     def in_two_hops(self, inner: int, outer: int, *, rank: int) -> tuple[GroupLayout, GroupLayout]:
         """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.
@@ -318,15 +331,17 @@ class GroupLayout:
         def gathered(place: ParamOffsets) -> tuple[int, ...]:
             """Return the shape of a parameter in the output of the first hop."""
             rows = place.chunk * outer
-            if place.permuted:  # a chunk begins with the rows themselves, without gaps for padding
+            if place.permuted:  # a block has room for its real rows only, so the shape has no padding
                 rows = Extent.of_chunk(place.shape[place.dim], chunk=rows, rank=rank).rows
             return (*place.shape[: place.dim], rows, *place.shape[place.dim + 1 :])
 
         def scaled(bucket: Bucket) -> Bucket:
+            """Return a bucket of the second hop, whose chunks are those of `outer` ranks."""
             segments = tuple(replace(one, size=one.size * outer) for one in bucket.segments)
             return Bucket(bucket.direct, bucket.offset * outer, bucket.size * outer, segments)
 
         def moved(bucket: Bucket) -> Bucket:
+            """Return a bucket of the first hop, which is copied out to the flat shard of the second."""
             starts = itertools.accumulate([segment.size for segment in bucket.segments], initial=bucket.offset)
             segments = (replace(one, unsharded_offset=outer * start) for one, start in zip(bucket.segments, starts))
             return replace(bucket, segments=tuple(segments))
@@ -374,6 +389,7 @@ class GroupLayout:
             packed=Bucket(False, 0, stop, segments) if stop else None,
             direct=direct,
             slices=slices(sliced, ranks=self.ranks, limit=limit),
+            # Without an order of collectives a second slice could not reuse the buffer of the first, so there is one message.
             sums=slices(summed, ranks=1, limit=limit if in_order else max(1, self.summed_region[1])),
         )
 
@@ -404,7 +420,7 @@ def plan_layout(
     """
     align = max(1, ALIGN_BYTES // itemsize)
     dims = [0] * len(shapes) if dims is None else dims
-    chunks = [-(-shape[dim] // ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
+    chunks = [_ceil_div(shape[dim], ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
 
     summed = tuple(
         index
@@ -416,8 +432,9 @@ def plan_layout(
     chosen = direct.choose(per_rank, eligible, ranks // outer)
     chosen = {index for index in chosen if chunks[index] * itemsize % ALIGN_BYTES == 0}  # in the first hop as well
     rest = [index for index in range(len(shapes)) if index not in summed and index not in chosen]
-    if summed and not chosen and 0 < ranks * itemsize * sum(chunks[index] for index in rest) < MIN_MESSAGE:
-        summed += tuple(index for index in rest if dims[index] == 0)  # saves an all-gather of few bytes
+    few = 0 < ranks * itemsize * sum(chunks[index] for index in rest) < FEW_BYTES
+    if summed and not chosen and few and all(dims[index] == 0 for index in rest):
+        summed += tuple(rest)  # saves an all-gather of few bytes
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
@@ -446,7 +463,9 @@ def plan_layout(
         size, numel = chunks[index], prod(shapes[index])
         offsets[index] = ParamOffsets(tuple(shapes[index]), 0, offset, size, region, False)
         offset, region = offset + size + -size % align, region + numel + -numel % align
-    region += (summed_region - region) % (ranks * align)  # so that k ranks get equal aligned parts
+    # The summed region is a multiple of ranks * align, so that with `reshard_after_forward=k` each of k ranks keeps an equal
+    # and aligned part of the buffer.
+    region += (summed_region - region) % (ranks * align)
     packed_buckets = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
     assert all(place is not None for place in offsets)
     return GroupLayout(

@@ -87,7 +87,7 @@ class ShardAxis:
         full_mesh: mesh of all parallelisms, given with `dims`; parameters are already DTensors on it.
         dims: the data-parallel axes of `full_mesh`.
         hybrid: for an axis of all ranks of a hybrid mesh, the axis of that mesh; else None. Training communicates over it in
-            two hops, one per axis of the mesh, and logs there.
+            two hops, one per axis of that mesh, and logs there.
     """
 
     mesh: DeviceMesh
@@ -97,10 +97,10 @@ class ShardAxis:
     device: torch.device
     replicas: ReplicateAxis | None = None
     full_mesh: DeviceMesh | None = None
-    dims: DataParallelMeshDims | None = field(default=None, compare=False)
+    dims: DataParallelMeshDims | None = None
     hybrid: ShardAxis | None = None
-    # The meshes of tensor-parallel parameters on an axis with `hybrid`, by the mesh of all parallelisms.
-    joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, compare=False)
+    # The meshes of tensor-parallel parameters on an axis with `hybrid`, by the tensor-parallel mesh.
+    joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
 
     @property
     def transport(self) -> ShardAxis:
@@ -129,7 +129,7 @@ class ShardAxis:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key of the process groups; equal for axes that communicate over the same groups."""
+        """Key of the process groups; equal for axes with the same groups of their own."""
         return id(self.held), id(self.replicas.held if self.replicas else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -237,14 +237,14 @@ def axis_of_all_ranks(hybrid: ShardAxis) -> ShardAxis:
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
-    """Return the shard axis, and the replicate axis, of `mesh`.
+    """Return the shard axis of `mesh`, with the replicate axis if it has one.
 
     Without a mesh, build a 1-D mesh over the default process group, which is initialized if necessary. A mesh of one axis is
     (shard), of two axes (replicate, shard). With `dims`, use the named axes of a mesh of any number of axes.
 
     Raises:
-        ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, or if the names
-            of its two axes show the order (shard, replicate).
+        ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, if the names of
+            its two axes show the order (shard, replicate), or if `dims` does not fit the mesh.
     """
     if mesh is None:
         if dims is not None:
@@ -275,8 +275,10 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
     return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
 
 
+# "cp", "sp" and the like: ranks of context or sequence parallelism share their parameters with data-parallel ranks.
 _SHARDS = re.compile(r".*(shard|fsdp).*|(cp|sp|context|seq|sequence|ulysses)(parallel)?")
 _REPLICATES = re.compile(r".*replic.*|ddp")
+# Names that contain "shard" and deny it.
 _NEITHER = re.compile(r".*(no|non|un)shard.*")
 
 
@@ -335,7 +337,8 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
 
 
-# meshes in use, whose process groups are dropped when torch destroys them (destroy_process_group())
+# Meshes in use. Their process groups are dropped when torch destroys them (destroy_process_group()). They are found by id,
+# since equal meshes must not replace each other.
 _MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
 
 # by process group: the mesh that `axis_of_all_ranks` made

@@ -27,7 +27,7 @@ class ParamGroup:
     A group has many parameters in a few buckets, and one unsharded buffer, which the first all-gather creates.
 
     Attributes:
-        extension: whether the parameter is a tensor subclass with its own all-gather hooks.
+        extension: whether the group has one parameter that cannot be part of a flat shard (`needs_own_group`).
         parameters: the sharded parameters, in the order of `layout.offsets`.
         fingerprints: hashes of the group's collectives for the collective log.
         dtypes: dtypes of storage, computation, reductions, kept gradients and `.grad`.
@@ -38,7 +38,7 @@ class ParamGroup:
         shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed unless the reduce dtype is widened.
         scatter: the same for the second of two hops, over the replicas; None with one hop.
-        two_hops: whether all-gathers and reductions run over the shard axis and over the replicas, one after the other.
+        two_hops: whether the flat shard is divided over the replicas as well, so that all-gathers have a hop over them first.
         grads: gradients kept between backwards.
         installed: whether the unsharded parameters are registered on the modules.
     """
@@ -81,8 +81,8 @@ class ParamGroup:
         self._keeps_memory = False
         # Reduce-scatter outputs that are reused in every step if memory is kept; at most two per dtype.
         self._reduced_shards: list[Tensor] = []
-        # In two hops: this rank's part of the unsharded parameters over the shard axis, all-gathered over replicas. It is kept
-        # until the shards are written.
+        # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
+        # the shards are written.
         self._inner_shard: FlatBuffer | None = None
         # Copies to the device that read the flat shard in host memory, on several streams. The host waits for them before it
         # writes.
@@ -122,7 +122,7 @@ class ParamGroup:
         """Plan the second of two hops of a reduction, which scatters the sum over shards over the replicas."""
         if not self.two_hops:
             return None
-        reduce = self.dtypes.reduce
+        reduce = self.dtypes.reduce  # which the sum over shards has already, so nothing is cast
         return ReductionPlan.of(
             self.shard_layout,
             [p.sharding.shard_shape for p in self.parameters],
@@ -132,10 +132,11 @@ class ParamGroup:
         )
 
     def widen_reduce_dtype(self, grads: Sequence[Tensor | None]) -> None:
-        """Widen the reduce dtype to the dtype of these gradients, if the policy sets no reduce dtype (`grad_dtype=None`).
+        """Widen the reduce dtype to the dtype of these gradients.
 
-        A rank without a gradient keeps the narrower dtype. The dtype is part of the reduction's fingerprint, so ranks that
-        disagree raise an error.
+        Call this only if the policy sets no `reduce_dtype`, and the `grad_dtype` of the parameters is None. A rank without a
+        gradient keeps the narrower dtype. The dtype is part of the reduction's fingerprint, so ranks that disagree raise an
+        error.
         """
         widest = self.dtypes.reduce
         for grad in grads:
@@ -146,7 +147,7 @@ class ParamGroup:
             self.grads.widen(self.dtypes.kept)
 
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
-        """Copy `values` into a new flat shard, and make the sharded parameters views of it. Gaps between them are zeros."""
+        """Copy `values` into a new flat shard, and make the sharded parameters parts of its memory. Gaps are zeros."""
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
         # Untouched pages of torch.empty take no memory until the values are loaded.
@@ -175,7 +176,7 @@ class ParamGroup:
 
     @property
     def has_hooks(self) -> bool:
-        """True if a parameter has user hooks, which run as soon as its gradient is reduced."""
+        """True if a parameter has user hooks, which run when its gradient is committed."""
         return _torch.have_reduction_hooks([parameter.sharded for parameter in self.parameters])
 
     @property
@@ -194,7 +195,7 @@ class ParamGroup:
         return self._buffer is not None and self._buffer.versions != self._versions()
 
     def _versions(self) -> list[int]:
-        """Return a number per parameter that increases with every write to its shard."""
+        """Return a number per parameter that increases with every write to its shard that can be seen."""
         # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and fused
         # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
         return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
@@ -250,15 +251,17 @@ class ParamGroup:
             self.grads.withdraw()
         for parameter in self.parameters:
             unsharded, sharded = parameter.unsharded, parameter.sharded
-            for slot in parameter.slots if unsharded is not None else ():
+            if unsharded is None:
+                continue
+            for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is unsharded:
                     if slot.uses_setattr:
                         slot.put(sharded)
                     else:
                         slot.parameters[slot.name] = sharded
                     # the user may have called requires_grad_() on the unsharded parameter
-                    if unsharded.requires_grad is not sharded.requires_grad:  # type: ignore[union-attr]
-                        sharded.requires_grad_(unsharded.requires_grad)  # type: ignore[union-attr]
+                    if unsharded.requires_grad is not sharded.requires_grad:
+                        sharded.requires_grad_(unsharded.requires_grad)
         self.installed = False
 
     def adopt_values(self, values: Sequence[Tensor]) -> None:
@@ -295,7 +298,8 @@ class ParamGroup:
     def gather_over_replicas(self) -> AllGather | None:
         """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one.
 
-        Call this before `allocate_unsharded`. The memory is allocated on the compute stream.
+        Call this before `allocate_unsharded`, whose buffer is gathered from the inner shard. The memory is allocated on the
+        compute stream.
         """
         self._check_device()
         # After a failed step, some ranks may have written their shards and others not. All of them begin a new epoch of the
@@ -319,6 +323,7 @@ class ParamGroup:
         """Create an unsharded buffer, gathered from the flat shard or, in two hops, from an inner shard."""
         if inner is None:
             return FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
+        # The inner shard is on the device, in the compute dtype.
         dtypes, storage = replace(self.dtypes, storage=self.dtypes.compute), replace(self.storage, host=False)
         return FlatBuffer(self.layout, dtypes, self.collectives, storage, inner.flat)
 
@@ -365,7 +370,10 @@ class ParamGroup:
             )
 
     def finish_all_gather(self, work: Work) -> None:
-        """Release the staging memory of the all-gather. Call this after the compute stream waited for `work`."""
+        """Complete the all-gather: release its staging memory, and run the hook of an extension.
+
+        Call this after the compute stream waited for `work`.
+        """
         # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
         if self._inner_shard is not None:
             self._inner_shard.release_staging()
@@ -390,7 +398,7 @@ class ParamGroup:
             self._buffer.save_subgroup_shard()
 
     def drop_kept_shards(self) -> None:
-        """Discard what spares a hop: the part kept for the smaller reshard group, and the inner shard of two hops."""
+        """Discard the part that is kept for the smaller reshard group, and the inner shard of two hops."""
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.drop_subgroup_shard()
         if self._inner_shard is not None:
@@ -398,7 +406,7 @@ class ParamGroup:
             self._inner_shard.free()
 
     def invalidate_autograd(self) -> None:
-        """Make every backward raise that still needs the unsharded parameters, before they are freed for good."""
+        """Increase the version counters of the freed parameters, so that a backward that saved them raises."""
         if self._buffer is not None:
             torch.autograd.graph.increment_version([p.unsharded for p in self.parameters if p.unsharded is not None])
 
@@ -412,7 +420,7 @@ class ParamGroup:
             self._reduced_shards.clear()
 
     def reduced_shard_memory(self, dtype: torch.dtype, taken: Tensor | None) -> Tensor:
-        """Return kept memory for a reduce-scatter output, (shard_numel,).
+        """Return kept memory for a reduce-scatter output, (layout.shard_numel,).
 
         Args:
             dtype: dtype of the output.
@@ -440,7 +448,7 @@ class ParamGroup:
         """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
         grads: list[Tensor | None] = []
         found = False
-        if self.grads.exposed:
+        if self.grads.exposed:  # kept gradients that are shown as `.grad`, or they would count twice
             self.grads.withdraw()
         for parameter in self.parameters:
             unsharded = parameter.unsharded
@@ -455,7 +463,7 @@ class ParamGroup:
 
 
 class ExtensionGroup(ParamGroup):
-    """Group of one parameter, a tensor subclass with its own all-gather hooks. It has no flat shard.
+    """Group of one parameter that cannot be part of a flat shard, as a tensor subclass with its own all-gather hooks.
 
     Every all-gather runs over the whole shard axis; a smaller group by `reshard_after_forward=k` is not used.
     """

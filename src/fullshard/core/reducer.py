@@ -107,8 +107,8 @@ class GradientReducer:
         # the CPU the all-reduce starts when the reduce-scatter is waited for. Do not poll either if the allocation of memory is
         # a collective (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
-        self._in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.replicated)
-        if reduction.factors.replicated:
+        self._in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
+        if reduction.factors.has_second_step:
             work = communicator.send(
                 communicator.all_reduce_stream,
                 group.fingerprints,
@@ -220,7 +220,7 @@ class GradientReducer:
     def _commit_early(self, reduction: Reduction) -> None:
         """Set the gradients of a reduction and run their hooks, before the end of the backward."""
         reduction.wait_on_host(on_host=self._communicator.async_device is None)
-        commit = reduction.grad_commit()
+        commit = reduction.prepare_commit()
         assert commit is not None
         commit_all([commit])
 
@@ -334,7 +334,7 @@ class GradientReducer:
             anywhere = used.get(id(reduction), [True] * len(reduction.used))
             if anywhere[0] or reduction.used[0]:
                 reduction.group.grads.note_committed()
-            commit = reduction.grad_commit(anywhere)
+            commit = reduction.prepare_commit(anywhere)
             if commit is not None:
                 commits.append(commit)
         self._heartbeats.release_buffers(sent)
@@ -400,7 +400,7 @@ def _has_stages(reduction: Reduction) -> bool:
     heartbeats).
     """
     group = reduction.group
-    return reduction.factors.replicated or group.layout.ranks > 2
+    return reduction.factors.has_second_step or group.layout.ranks > 2
 
 
 __all__ = ["GradientReducer"]

@@ -33,20 +33,22 @@ class ReduceOptions:
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
-    hook: ReduceHook | None = None  # all-reduce hook, called with the sum after the all-reduce
+    # All-reduce hook, called with this rank's reduced shard after the last collective, before the division that is left for
+    # then and the cast to the grad dtype. It also runs without replicas.
+    hook: ReduceHook | None = None
     hook_stream: Any = None  # stream that the hook runs on
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionFactors:
-    """Factors by which one reduction scales the gradients, and the steps after the reduce-scatter."""
+    """Factors by which one reduction scales the gradients, and the steps after the reduction over shards."""
 
-    first: float  # applied to the reduce-scatter input
-    scale: float  # applied by the reduce-scatter
+    first: float  # applied to the inputs of the reduction over shards
+    scale: float  # applied to its result
     last: float  # applied to the result of all collectives
     replicas: Collectives | None  # for the reduction over replicas; None if this reduction has none
     deferred: bool  # whether the reduction over replicas is left to a later one
-    replicated: bool  # whether a second step follows on the all-reduce stream: the reduction over replicas, or the hook
+    has_second_step: bool  # on the all-reduce stream: the reduction over replicas, or the hook
     hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
 
     @classmethod
@@ -54,8 +56,8 @@ class ReductionFactors:
         """Return the factors for gradients of `group`. `defer`: leave the reduction over replicas to a later one.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
-        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, so that this
-        division is exact.
+        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, so that no
+        bits of the mantissa are lost.
         """
         replicas = group.collectives.replicate
         divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
@@ -71,7 +73,7 @@ class ReductionFactors:
             last=before / divide if half or options.force_sum else 1.0,
             replicas=None if deferred else replicas,
             deferred=deferred,
-            replicated=not deferred and (replicas is not None or hook is not None),
+            has_second_step=not deferred and (replicas is not None or hook is not None),
             hook=hook,
         )
 
@@ -99,27 +101,36 @@ MOVES = {
 
 
 class Reduction:
-    """One reduction of the gradients of a group. Copy-in and casts run on the compute stream, collectives on other streams.
+    """One reduction of the gradients of a group.
 
-        direct: large, even           ---------------------------------> reduce-scatter input of its own, no copy
-        sliced: large, uneven or cast --(slice by slice)---------------> reduce-scatters through one buffer
-        summed: few rows              --(slice by slice)---------------> all-reduces; each rank keeps its rows
-        packed: all others            --(chunk_cat: chunk, pad, cast)--> one reduce-scatter input (ranks, numel)
+    On the compute stream, when it is created:
 
-        PACKED ------reduce-scatter------> SUMMED ---all-reduce over replicas, the caller's hook---> REDUCED ---> COMMITTED
-                                              |       (then cast to the grad dtype, copy to host memory)   in `.grad`
-                                              +--> ABSORBED by a later reduction, if that over replicas is deferred
+        direct: large, even, in the reduce dtype  -----------------------> reduce-scatter input of its own, no copy
+        packed: all others                        --(chunk, pad, cast)---> one reduce-scatter input (ranks, numel)
 
-    If replicas share the shards (`ParamGroup.two_hops`), a reduce-scatter takes the place of the all-reduce over replicas.
+    On the reduce-scatter stream, in `start`:
 
-    The collectives are fixed when the group is created. Every parameter takes part, with zeros if this rank has no gradient.
+        sliced: large, uneven or cast             --(slice by slice)-----> reduce-scatters through one buffer
+        summed: few rows                          --(slice by slice)-----> all-reduces; each rank keeps its rows
+
+    There are slices only if collectives run in order on their stream, else these gradients are packed. With an arena, direct
+    gradients are copied as well.
+
+        PACKED     the gradients are copied, or will be in `start`
+        SUMMED     after the reduction over shards
+        ABSORBED   part of a later reduction's sum, since its reduction over replicas was deferred: the end
+        REDUCED    after the reduction over replicas and the caller's hook; cast to the grad dtype, copied to host memory
+        COMMITTED  a commit was made of the gradients, which sets `.grad`
+
+    If the flat shard is divided over the replicas as well (`ParamGroup.two_hops`), a reduce-scatter takes the place of the
+    all-reduce over replicas. Every parameter takes part, with zeros if this rank has no gradient.
 
     Attributes:
         group: the parameter group.
         factors: scale factors, and the steps after the reduce-scatter.
         stage: the stage; only the moves in MOVES are legal.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
-        used: for each parameter, whether this rank has a gradient.
+        used: for each parameter, whether this rank has a gradient, of this backward or in the deferred sum that is added.
     """
 
     def __init__(
@@ -131,7 +142,7 @@ class Reduction:
         *,
         defer: bool = False,
     ) -> None:
-        """Allocate the output, and copy the gradients into the reduce-scatter inputs, on the compute stream.
+        """Allocate the output, and copy packed and direct gradients into reduce-scatter inputs, on the compute stream.
 
         Args:
             group: the parameter group.
@@ -144,7 +155,7 @@ class Reduction:
         self.stage = Stage.PACKED
         self.has_hooks = group.has_hooks
         self.used: list[bool] = []
-        # For each parameter, whether `grad_commit` has returned its gradient; None before the first commit.
+        # For each parameter, whether `prepare_commit` has returned its gradient; None before the first commit.
         self._committed: list[bool] | None = None
         # The last work of this reduction: the all-reduce over replicas, else the reduce-scatter.
         self._work: Work | None = None
@@ -155,48 +166,47 @@ class Reduction:
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
-        fresh: Allocate = torch.empty if arena is None else arena.allocate
-        memory = group.collectives.reduce.reduce_memory or fresh
-        self._allocate = fresh
+        temporary: Allocate = torch.empty if arena is None else arena.allocate
+        message = group.collectives.reduce.reduce_memory or temporary  # of custom collectives, such as symmetric memory
+        self._allocate = temporary
         # (input, output) pairs of the second of two hops.
         self._scattered: list[tuple[Tensor, Tensor]] = []
         # The reduce-scatter output, (layout.shard_numel,).
-        if arena is not None and memory is fresh:
+        if arena is not None and message is temporary:
             # The next reduction overwrites the arena, but with a deferred all-reduce the sum must outlive that. So the output
-            # has kept memory of its own.
+            # lies outside of the arena, in memory that the group keeps.
             self._reduced_shard = group.reduced_shard_memory(
                 dtypes.reduce, None if self._earlier is None else self._earlier.total
             )
         else:
-            self._reduced_shard = memory((layout.shard_numel,), dtype=dtypes.reduce, device=device)
-        kept = None if arena is None else memory
-        # (reduce-scatter input, output) pairs; the inputs of slices are filled later, in `start`.
+            self._reduced_shard = message((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+        # (reduce-scatter input, output) pairs of the packed and direct gradients; `_start_slices` makes those of slices.
         self._inputs = _pack(
             group.reduction,
             grads,
             self._reduced_shard,
-            memory,
-            kept,
+            message,
+            None if arena is None else message,
             in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
         )
-        # Gradients that are reduced in slices, by index of the parameter.
-        self._sliced = _flat_gradients(group, grads) if group.reduction.has_slices else {}
+        # Flattened gradients that are sliced or summed, by index of the parameter.
+        self._flat_grads = _flat_gradients(group, grads) if group.reduction.has_slices_or_sums else {}
         if self.factors.first != 1.0 and self._inputs:
             torch._foreach_mul_([full for full, _ in self._inputs], self.factors.first)
         # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output or, in two hops, that of the second.
         numel = group.shard_layout.shard_numel
         self._sum = self._reduced_shard
         if group.scatter is not None and not self.factors.deferred:
-            self._sum = (torch.empty if arena is None else fresh)((numel,), dtype=dtypes.reduce, device=device)
+            self._sum = temporary((numel,), dtype=dtypes.reduce, device=device)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
         # that has another dtype or memory that the next reduction overwrites.
         self._flat = self._sum
         grad_dtype = group.reduction.dtype
-        overwritten = arena is not None or (memory is not torch.empty and group.scatter is None)
+        overwritten = arena is not None or (message is not torch.empty and group.scatter is None)
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
             # `.grad` must not use kept memory or memory of a custom reduce-scatter, which the next reduction overwrites.
             # With CPU offload this tensor is only the source of a copy to the host, so it may be memory of the arena.
-            allocate = fresh if group.storage.host else torch.empty
+            allocate = temporary if group.storage.host else torch.empty
             self._flat = allocate((numel,), dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
         self._host: Tensor | None = None
@@ -211,14 +221,14 @@ class Reduction:
 
     @property
     def committed(self) -> bool:
-        """True after the first `grad_commit`."""
+        """True once a commit was made of it, which sets `.grad`."""
         return self.stage is Stage.COMMITTED
 
     # --- on the streams of the collectives ---
 
     def start(self) -> StartedWork:
         """Start the reduce-scatter over shards."""
-        if self._sliced:
+        if self._flat_grads:
             return self._start_slices()
         if not self._inputs:
             return StartedWork()
@@ -232,13 +242,13 @@ class Reduction:
         most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
         buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
         started = StartedWork()
-        for parts in plan.slices or ((),):
+        for parts in plan.slices or ((),):  # one round without slices, which sends the packed and direct gradients
             _complete(started)  # the previous collective reads the buffer that the next copy writes
             at = 0
             for part in parts:
                 place = group.layout.offsets[part.parameter]
                 full = buffer[at : at + ranks * part.size]
-                _copy_slice(self._sliced[part.parameter], place.size, part, full.view(ranks, part.size))
+                _copy_slice(self._flat_grads[part.parameter], place.size, part, full.view(ranks, part.size))
                 if self.factors.first != 1.0:
                     full.mul_(self.factors.first)
                 messages = [*messages, (full, self._reduced_shard[place.offset + part.start :][: part.size])]
@@ -260,7 +270,7 @@ class Reduction:
             _complete(started)
             at = 0
             for part in parts:
-                flat, into = self._sliced[part.parameter], buffer[at : at + part.size]
+                flat, into = self._flat_grads[part.parameter], buffer[at : at + part.size]
                 into.zero_() if flat is None else into.copy_(flat[part.start :][: part.size])
                 at += part.size
             if self.factors.first != 1.0:
@@ -276,8 +286,9 @@ class Reduction:
             mine, place = layout.rows_of(part.parameter, self.group.collectives.reduce.rank), layout.offsets[part.parameter]
             start, stop = max(mine.start, part.start), min(mine.stop, part.start + part.size)
             if start < stop:
-                out = self._reduced_shard[place.offset + start - mine.start :][: stop - start]
-                torch.mul(sums[at + start - part.start :][: stop - start], self.factors.scale, out=out)
+                source, target = at + start - part.start, place.offset + start - mine.start
+                out = self._reduced_shard[target:][: stop - start]
+                torch.mul(sums[source:][: stop - start], self.factors.scale, out=out)
             at += part.size
 
     def finish(self) -> None:
@@ -285,7 +296,7 @@ class Reduction:
         self._move(Stage.SUMMED)
         if self._earlier is not None:
             self._earlier.add_to(self._reduced_shard)
-        if not (self.factors.replicated or self.factors.deferred):
+        if not (self.factors.has_second_step or self.factors.deferred):
             self._cast_and_offload()
 
     @property
@@ -295,7 +306,7 @@ class Reduction:
 
     def add_to(self, total: Tensor) -> None:
         """Add this sum to the output of a later reduction."""
-        # Both run on the reduce-scatter stream, in order, so this sum is complete.
+        # Both run on the reduce-scatter stream, in order (on the CPU, they are waited for in order), so this sum is complete.
         self._move(Stage.ABSORBED)
         total.add_(self._reduced_shard)
 
@@ -305,6 +316,7 @@ class Reduction:
             return StartedWork()
         if self.group.scatter is None:
             return self.factors.replicas.all_reduce(self._reduced_shard)
+        # The sum over shards has the layout of the unsharded buffer of the hop over replicas.
         places = self.group.shard_layout.offsets
         parts: list[Tensor | None] = [
             self._reduced_shard[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places
@@ -336,19 +348,20 @@ class Reduction:
     # --- on the compute stream ---
 
     def note_started(self, work: Work) -> None:
-        """Record `work`, the last work of this reduction, and defer the all-reduce over replicas if it is to be deferred."""
+        """Record `work`, the last work of this reduction. If replicas are deferred, the next reduction adds this one."""
         self._work = work
         self.group.grads.deferred = self if self.factors.deferred else None
 
     def release_inputs(self) -> None:
         """Release the reduce-scatter inputs. Call this after the compute stream waited for the reduce-scatter."""
         # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
-        self._inputs, self._sliced, self._earlier = [], {}, None
-        if not self.factors.replicated:
+        self._inputs, self._flat_grads, self._earlier = [], {}, None
+        if not self.factors.has_second_step:
             self.release_reduced_shard()
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
+        # By dropping the references. If that over replicas is deferred, `_flat` is the sum, so the sum stays.
         self._reduced_shard = self._sum = self._flat
 
     def wait_on_host(self, *, on_host: bool) -> None:
@@ -367,8 +380,8 @@ class Reduction:
 
     # --- commit ---
 
-    def grad_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
-        """Return the commit of the gradients that were not committed before; None if all were.
+    def prepare_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
+        """Run the hooks on gradients that were not committed before, and return their commit; None if all were committed.
 
         Args:
             used_somewhere: for each parameter, whether any rank used it; None if this is unknown. Parameters that only other
@@ -444,28 +457,20 @@ def _pack_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], messag
         out = message[:, column : column + segment.size]
         column += segment.size
         grad = grads[segment.parameter] if segment.parameter >= 0 else None
-        place = plan.layout.offsets[segment.parameter]
-        if grad is None or place.dim == 0:
-            flat = None if grad is None else grad.contiguous().view(-1)
-            _copy_slice(flat, segment.size, Slice(segment.parameter, 0, segment.size), out)
-        else:
+        if grad is None:  # of this rank, or a gap
             out.zero_()
-            grad_parts, block_parts = dim_permutation(grad, out, place)
-            torch._foreach_copy_(block_parts, grad_parts)
+        else:
+            _copy_blocks(grad, plan.layout.offsets[segment.parameter], out)
 
 
-def _blocks(grad: Tensor | None, place: ParamOffsets, ranks: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the packed input of a gradient that chunk_cat cannot chunk, (ranks, place.size).
-
-    Its parameter is sharded along another dim than 0, or in other chunks than those of torch.chunk.
-    """
-    blocks = torch.zeros((ranks, place.size), dtype=dtype, device=device)
-    if grad is not None and place.dim == 0:
-        _copy_slice(grad.contiguous().view(-1), place.size, Slice(-1, 0, place.size), blocks)
-    elif grad is not None:
-        grad_parts, block_parts = dim_permutation(grad, blocks, place)
+def _copy_blocks(grad: Tensor, place: ParamOffsets, out: Tensor) -> None:
+    """Copy and cast a gradient to its packed input `out`, (ranks, place.size), with zeros as padding."""
+    if place.dim == 0:
+        _copy_slice(grad.contiguous().view(-1), place.size, Slice(-1, 0, place.size), out)
+    else:
+        out.zero_()
+        grad_parts, block_parts = dim_permutation(grad, out, place)
         torch._foreach_copy_(block_parts, grad_parts)
-    return blocks
 
 
 def _pack(
@@ -486,7 +491,7 @@ def _pack(
         memory: allocates the packed input.
         kept: allocates the inputs to which direct gradients are copied, because the addresses of inputs must be the same in
             each step; None to reduce direct gradients without a copy.
-        in_place: whether the group has one rank, which needs no collective.
+        in_place: True to pack into the output, in a group of one rank that needs no collective.
 
     Returns:
         (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
@@ -510,10 +515,12 @@ def _pack(
                 continue
             grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
             assert dtype is not None  # the loop has no segments otherwise
-            if segment.parameter in plan.blocks:
-                parts.append(_blocks(grad, place, layout.ranks, dtype=dtype, device=device))
-            elif grad is None:
-                parts.append(torch.zeros(place.shape, dtype=dtype, device=device))
+            if grad is None:
+                shape = (layout.ranks, segment.size) if segment.parameter in plan.blocks else place.shape
+                parts.append(torch.zeros(shape, dtype=dtype, device=device))
+            elif segment.parameter in plan.blocks:  # chunk_cat would chunk it otherwise
+                parts.append(torch.empty(layout.ranks, segment.size, dtype=dtype, device=device))
+                _copy_blocks(grad, place, parts[-1])
             else:
                 parts.append(grad.contiguous())
         if parts:

@@ -48,8 +48,9 @@ class Runtime:
     """Runs the units of one device and one thread, and refers to them weakly.
 
         hooks ──> unit ──> scheduler: events in, actions out (pure)
-                    └────> runtime ──> group ──> communicator ──> process group
-                              └──────> reducer: gradients on their way to .grad
+                    └────> runtime ──> group: memory, planned all-gathers
+                              ├──────> reducer: gradients on their way to .grad
+                              └──────> communicator, as the reducer ──> process group
 
     Attributes:
         scheduler: decides what to unshard, reshard and reduce.

@@ -1,4 +1,4 @@
-"""The scheduler: decides what to unshard, reshard and reduce, and when. Pure: no tensors, and the same on every rank."""
+"""The scheduler: decides what to unshard, reshard and reduce, and when. No tensors; it decides the same on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Residency(enum.Enum):
     __hash__ = object.__hash__  # Enum's own hash runs in Python, and each transition needs it
 
 
-# The legal transitions. Each method that makes one checks where the unit is; the tests check them all against this table.
+# The legal transitions. Each method that makes one checks where the unit is, except after errors; the tests check them all
+# against this table.
 TRANSITIONS = {
     (Residency.SHARDED, Residency.GATHERING): "all-gather started",
     (Residency.GATHERING, Residency.FULL): "all-gather waited on",
@@ -37,8 +38,11 @@ TRANSITIONS = {
 }
 
 
-class ReshardPolicy(enum.Enum):
-    """Which unsharded parameters stay after a forward with grad. After one without grad, only those of KEPT units stay."""
+class KeepAfterForward(enum.Enum):
+    """Which unsharded parameters stay after a forward with grad.
+
+    After one without grad only those of KEPT units stay, and those that the user keeps with resident().
+    """
 
     NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
     ALWAYS = "always"  # reshard_after_forward=False: all unsharded parameters stay
@@ -63,7 +67,7 @@ class Wait(Action):
 
 
 class SaveSubgroupShard(Action):
-    """Copy this rank's part of the smaller group's shard out of the unsharded parameters, before they are freed."""
+    """Copy the part of the unsharded parameters that this rank keeps for its smaller group, before they are freed."""
 
 
 class Reshard(Action):
@@ -71,7 +75,7 @@ class Reshard(Action):
 
 
 class Reduce(Action):
-    """Reduce-scatter the gradients of the unsharded parameters."""
+    """Hand the gradients of the unsharded parameters to the reducer, which reduces or keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class ScheduleOptions(Protocol):
     """The options of a unit that the scheduler reads; `UnitOptions` has them."""
 
     @property
-    def reshard_policy(self) -> ReshardPolicy:
+    def keep_after_forward(self) -> KeepAfterForward:
         """When to reshard after forward."""
 
     @property
@@ -118,13 +122,13 @@ class ScheduleOptions(Protocol):
 
 @dataclass(slots=True, eq=False)
 class UnitRecord:
-    """The scheduler's view of one unit. The unit reads it; only the scheduler moves it."""
+    """The scheduler's view of one unit. Only the scheduler changes `residency`."""
 
     number: int
     options: ScheduleOptions
 
     # When to reshard after forward, and whether to reshard after backward: from `options`.
-    policy: ReshardPolicy = field(init=False)
+    policy: KeepAfterForward = field(init=False)
     stays_after_backward: bool = field(init=False)
 
     # Bytes of the unsharded parameters.
@@ -168,7 +172,7 @@ class UnitRecord:
         """Set the options, and the bytes of the unsharded parameters."""
         self.options, self.nbytes = options, nbytes
         kept = options.states.keeps_parameters
-        self.policy = ReshardPolicy.KEPT if kept else options.reshard_policy
+        self.policy = KeepAfterForward.KEPT if kept else options.keep_after_forward
         self.stays_after_backward = kept or options.keep_after_backward
 
     def count_resident_block(self, more: int) -> bool:
@@ -261,7 +265,7 @@ class Scheduler:
 
     Attributes:
         clock: ticks when a forward starts or ends.
-        running: forwards in progress, outermost first; their `end` is not set yet.
+        running: forwards in progress, outermost first; until they end, their `end` is their start.
         stats: counts of all-gathers.
     """
 
@@ -372,14 +376,14 @@ class Scheduler:
         return actions
 
     def drop_stale(self, units: Iterable[int]) -> list[Action]:
-        """Reshard units whose parameters were kept over a step, so that they are all-gathered anew as prefetched units are.
+        """Reshard units whose parameters were kept over a step, so that the next forward all-gathers and prefetches them.
 
-        Call this before an outermost forward. `units`: those whose shards were written since they were unsharded.
+        Call this outside of forward and backward. `units`: those whose shards were written since they were unsharded.
         """
         actions: list[Action] = []
         for unit in units:
             record = self._records[unit]
-            if record.policy is ReshardPolicy.KEPT and not record.is_pinned:
+            if record.policy is KeepAfterForward.KEPT and not record.is_pinned:
                 actions += self.finish_unshard(unit) + self._reshard(record)
         return actions
 
@@ -388,7 +392,7 @@ class Scheduler:
         actions: list[Action] = []
         for unit in units:
             record = self._records[unit]
-            if record.policy is ReshardPolicy.KEPT and record.residency is Residency.SHARDED:
+            if record.policy is KeepAfterForward.KEPT and record.residency is Residency.SHARDED:
                 actions.append(self._start_unshard(record))
         return actions
 
@@ -397,7 +401,7 @@ class Scheduler:
 
         Args:
             unit: the unit whose innermost call ends.
-            grad: True if an output requires grad.
+            grad: True if the forward ran in grad mode and did not raise. Which outputs require grad may differ between ranks.
             since: start of the module that ends the call. In a list of modules another module may have begun the call; calls
                 that began before `since` stay open.
 
@@ -412,7 +416,7 @@ class Scheduler:
             record = self._records[inner.unit]
             record.last, record.had_grad = inner, grad
             policy = record.policy
-            if policy is not ReshardPolicy.KEPT and not (grad and policy is ReshardPolicy.ALWAYS):
+            if policy is not KeepAfterForward.KEPT and not (grad and policy is KeepAfterForward.ALWAYS):
                 actions += self._reshard(record)
         record = self._records[unit]
         record.last, record.had_grad = call, grad
@@ -438,17 +442,19 @@ class Scheduler:
         """Reshard after the outermost call of the unit."""
         record.unsharded_by_user = record.unsharded_by_user and not record.resident_blocks
         outermost = not self.running
-        if outermost and call.end - call.start > 1:  # units ran inside. The next outermost forward is another model,
-            self.forward_order.close()  # which some ranks may have deleted: do not let this run predict it
+        if outermost and call.end - call.start > 1:  # units ran inside
+            # The next outermost forward may be of another model, which some ranks may have deleted: this run must not predict
+            # it.
+            self.forward_order.close()
         policy = record.policy
-        if policy is ReshardPolicy.KEPT:
+        if policy is KeepAfterForward.KEPT:
             record.unsharded_by_user = False
             return []
         if not grad:
             return self._reshard(record)
-        if policy is ReshardPolicy.ALWAYS or (policy is ReshardPolicy.OUTERMOST and outermost):
+        if policy is KeepAfterForward.ALWAYS or (policy is KeepAfterForward.OUTERMOST and outermost):
             return []
-        if policy is ReshardPolicy.PARTLY and record.residency is Residency.FULL and not record.resident_blocks:
+        if policy is KeepAfterForward.PARTLY and record.residency is Residency.FULL and not record.resident_blocks:
             return [SaveSubgroupShard(record.number), *self._reshard(record)]
         return self._reshard(record)
 
@@ -511,8 +517,8 @@ class Scheduler:
     def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Unshard for a forward inside backward (activation checkpointing). The unit stays unsharded until it is reduced.
 
-        If the forward had grad, `before_backward` has run for it or will run by itself, whatever runs now. If it had none
-        (reentrant checkpointing), the unit's backward begins here.
+        If the forward had grad, its output has a hook, which calls `before_backward` before or after this recomputation. If it
+        had none (reentrant checkpointing), the unit's backward begins here.
         """
         record = self._records[unit]
         if not self._has_begun_backward:
@@ -562,7 +568,7 @@ class Scheduler:
         actions += self._drop_unused()
         for record in list(self._records.values()):
             wanted = record.unsharded_by_user or record.stays_after_backward or self.is_running(record.number)
-            over = record.pending_backwards == 0 or record.policy is ReshardPolicy.NEVER
+            over = record.pending_backwards == 0 or record.policy is KeepAfterForward.NEVER
             if record.residency is Residency.FULL and over and not wanted:
                 actions += self._reshard(record)
         self.forward_order.close()
@@ -570,14 +576,17 @@ class Scheduler:
         return actions
 
     def _reduce_done(self, *, beyond: int, even_if_pending: bool = False) -> list[Action]:
-        """Reduce and reshard the entered units all of whose calls started after `beyond`."""
+        """Reduce and reshard the entered units all of whose calls started after `beyond`.
+
+        Not those with a pending backward (unless `even_if_pending`), nor those that are recomputed now.
+        """
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):
             record = self._records[unit]
             if start > beyond and (even_if_pending or record.pending_backwards == 0) and unit not in self._recomputing:
                 del self._entered[unit]
                 if not record.stays_after_backward:
-                    actions += self._reshard(record)
+                    actions += self._reshard(record)  # first, so that the reduction can use this memory
                 actions.append(Reduce(unit))
         return actions
 
@@ -664,7 +673,7 @@ class Scheduler:
             actions += self.finish_unshard(unit)
             if record.residency is Residency.FULL:
                 unsharded_by_user = record.unsharded_by_user
-                actions += self._reshard(record, even_resident=True)
+                actions += self._reshard(record, force=True)
                 record.unsharded_by_user = unsharded_by_user
         if itself and record.residency is Residency.SHARDED:
             order = self.backward_order if in_backward else self.forward_order
@@ -687,7 +696,8 @@ class Scheduler:
             other = self._records.get(unit)
             if other is None or not self._can_prefetch(unit):
                 continue
-            if by_user is None and (self._prefetched if budget is None else self._prefetched_bytes() + other.nbytes > budget):
+            is_over = len(self._prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
+            if by_user is None and is_over:
                 break
             if other.residency is Residency.SHARDED and unit not in chosen and (other.options.in_backward or not in_backward):
                 chosen.append(unit)
@@ -715,7 +725,7 @@ class Scheduler:
     def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Start to unshard a unit for the user, who waits for it later. `stale`: unshard it again."""
         record = self._records[unit]
-        actions = self.finish_unshard(unit) + self._reshard(record, even_resident=True) if stale else []
+        actions = (self.finish_unshard(unit) + self._reshard(record, force=True)) if stale else []
         if record.residency is Residency.SHARDED:
             actions.append(self._start_unshard(record))
         self._prefetched.pop(unit, None)
@@ -726,7 +736,7 @@ class Scheduler:
         """Reshard a unit for the user, even inside of resident()."""
         record = self._records[unit]
         record.unsharded_by_user = False
-        return self.finish_unshard(unit) + self._reshard(record, even_resident=True)
+        return self.finish_unshard(unit) + self._reshard(record, force=True)
 
     def finish_unshard(self, unit: int) -> list[Action]:
         """Wait for the all-gather of a unit, if one is in flight."""
@@ -743,11 +753,11 @@ class Scheduler:
         self.stats.gathers += 1
         return Unshard(record.number)
 
-    def _reshard(self, record: UnitRecord, *, even_resident: bool = False) -> list[Action]:
+    def _reshard(self, record: UnitRecord, *, force: bool = False) -> list[Action]:
         """Reshard an unsharded unit, unless it is resident or the graph of a backward needs it."""
         record.unsharded_by_user = False
         needed = record.resident_blocks > 0 or record.create_graph_phase != -1
-        if record.residency is not Residency.FULL or (needed and not even_resident):
+        if record.residency is not Residency.FULL or (needed and not force):
             return []
         record.residency = Residency.SHARDED
         return [Reshard(record.number)]
@@ -760,7 +770,7 @@ class Scheduler:
         self._prefetched.pop(unit, None)
 
     def abort(self) -> list[Action]:
-        """End a forward or backward that raised: reshard every unit, and expect no backward."""
+        """End a forward or backward that raised: reshard every unit that the user has not unsharded; expect no backward."""
         actions: list[Action] = []
         self._forget_step()
         self._expire(before=self.clock + 1)
@@ -806,9 +816,9 @@ __all__ = [
     "ExecutionOrder",
     "ForwardCall",
     "ForwardResult",
+    "KeepAfterForward",
     "Reduce",
     "Reshard",
-    "ReshardPolicy",
     "Residency",
     "SaveSubgroupShard",
     "ScheduleOptions",

@@ -49,7 +49,7 @@ class PendingReduction(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PendingChecks:
-    """Checks that run before the next forward, or the next all-gather, of one unit."""
+    """Checks of one unit that are due before its next forward, or its next all-gather."""
 
     lint: bool = True  # parameters that no unit reduces
     remarks: bool = True  # waste in the model, if the unit is the outermost one
@@ -63,11 +63,11 @@ class Exposure:
     """How users see the unsharded parameters of one unit."""
 
     plain: bool = False  # full_params() shows plain Parameters on the modules
-    writable: bool = False  # users hold the unsharded parameters, and may write to them
+    writable: bool = False  # users hold the unsharded parameters; resharding raises if they wrote to one
 
 
 class Unit:
-    """One fully_shard call. A unit has one or more modules and parameter groups, and a group has one or more parameters.
+    """One fully_shard call. A unit has modules, and its parameters in groups: none if other units own all parameters.
 
     The life of a unit in one step, in the order of the methods below:
 
@@ -75,8 +75,8 @@ class Unit:
         pre_backward    unshard them again, prefetch; reduce the units whose backward is done
         end of backward reduce the rest, and set .grad of all parameters or none (runtime.py)
 
-    Strong references point down only: module -> unit -> group -> parameter. The runtime refers to units weakly, so a model is
-    freed when its last reference goes.
+    Between steps, strong references point down only: module -> unit -> group -> parameter. The runtime refers to units weakly,
+    so a model is freed when its last reference goes.
     """
 
     # All units of the process. While there are any, the changes in torch (frontend/patches.py) stay.
@@ -136,7 +136,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Its qualified name in the outermost module that it ran below; before that, the class of its first module."""
+        """Its qualified name in the outermost module that was sharded or run around it, else the class of its first module."""
         return self.unit_name.name
 
     @property
@@ -159,7 +159,7 @@ class Unit:
         self._refuse_illegal_forward(module)
         if _torch.current_graph_task() != -1:
             self._begin_recomputation()
-        elif not (self.place.is_list and runtime.scheduler.is_running(self.record.number)):
+        elif not (self.place.is_list and runtime.scheduler.is_running(self.record.number)):  # or a later module of a list
             self.begin_forward(module)
             if self.place.is_list:
                 self.progress.begin_list(self.place)
@@ -168,7 +168,7 @@ class Unit:
             group.install()
 
     def _refuse_illegal_forward(self, module: nn.Module) -> None:
-        """Raise StateError where a forward cannot all-gather."""
+        """Raise StateError for a forward that cannot be. End the forward before, if it was cut short without any hook."""
         if _torch.in_transform():
             raise StateError(
                 f"Unit '{self.name}' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot "
@@ -190,7 +190,7 @@ class Unit:
             and not self.progress.methods
             and not _torch.is_in_forward(module, outer=True)
         ):
-            self.runtime.recovery.abort_in_progress()  # the previous forward was cut short in a way that runs no hooks
+            self.runtime.recovery.abort_in_progress()
 
     def begin_forward(self, module: nn.Module) -> None:
         """Unshard for a forward in which this rank computes, or which it only joins."""
@@ -198,7 +198,7 @@ class Unit:
         first = not scheduler.running
         if first:
             runtime.begin_outermost_forward(self, module)
-        if self.checks.uninitialized is not None:  # initialized after sharding, maybe in part, and maybe not equally
+        if self.checks.uninitialized is not None:  # memory of to_empty(): is all of it written, and equally on replicas?
             self.refresh()
             check_written(self)
             check_replicas(self)
@@ -221,7 +221,7 @@ class Unit:
         runtime.run(runtime.scheduler.before_recompute(number, stale=stale))
 
     def post_forward(self, module: nn.Module, *, failed: bool = False) -> ForwardCall | None:
-        """Reshard the parameters. Return the call that ended, for a `BackwardHook`, or None if it cannot have a backward."""
+        """Reshard the parameters. Return the call for a `BackwardHook` on the outputs, None if it cannot have a backward."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if failed:
             self._report_exception()
@@ -237,17 +237,20 @@ class Unit:
             self.progress.end(module)
             return scheduler.partial_end(number)
         began = self.progress.end(module)
+        # The call has ended, and with it the calls inside it that raised or were never finished.
         ended = scheduler.after_forward(number, grad=grad, since=began.clock)
         runtime.trace.append((number, False))
-        if not failed and not ended.closed and not self.place.is_list:
+        if not failed and not ended.closed and not self.place.is_list:  # for ranks that join a forward without computing
             self.progress.last_order = runtime.trace[began.traced :]
         for closed in ended.closed:
             inner = runtime.unit(closed.unit)
             if inner is not None:
                 inner.uninstall()
+        # Parameters that stay unsharded leave the modules as well, where callers look for the sharded ones between forwards.
         if record.residency is Residency.FULL and not record.is_pinned and not scheduler.is_running(number):
             self.uninstall()
         runtime.run(ended.actions)
+        # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
                 group.invalidate_autograd()
@@ -255,7 +258,8 @@ class Unit:
         return ended.call if grad else None
 
     def _ends_list(self, module: nn.Module) -> bool:
-        """Return True if this module's forward is the last one of a unit of several modules."""
+        """Count this module's forward. Return True if it is the last one of a unit of several modules."""
+        # Without a unit around it nothing else would end it, so each module is a forward of its own.
         done = self.progress.is_list_done(module, self.runtime.outermost_forwards) and not self.progress.runs_around(module)
         return done or self.runtime.scheduler.outermost() == self.record.number
 
@@ -263,6 +267,7 @@ class Unit:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""
         runtime, failure = self.runtime, sys.exc_info()[1]
         text = "an exception" if failure is None else described(failure)
+        # An outer unit sees the same exception: keep the innermost place.
         if runtime.raised_in is None or runtime.raised_in[1] != text:
             runtime.raised_in = f"'{self.name}' forward", text
         if runtime.scheduler.outermost() in (self.number, None):
@@ -307,7 +312,7 @@ class Unit:
                 group.install()
 
     def late_backward(self) -> None:
-        """Enter a backward in which a gradient arrived that no output of the unit announced."""
+        """Enter a backward in which a gradient arrived although no hook on an output of the unit ran."""
         units = self.runtime.backward.units
         if self.runtime.scheduler.knows(self.number) and self.number not in units:
             self.runtime.begin_backward()
@@ -330,8 +335,7 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
-        if self.exposure.writable:
-            self.check_unmodified()
+        self.check_unmodified()
         for group in self.groups:
             if group.installed:
                 group.uninstall()
@@ -344,13 +348,16 @@ class Unit:
                 group.grads.expose()
 
     def expose(self) -> None:
-        """Let the user write to the unsharded parameters from now on."""
+        """Record the versions of the unsharded parameters, which the user holds from now on."""
         self.exposure.writable = True
         for parameter in self.parameters:
             parameter.note_version()
 
     def check_unmodified(self) -> None:
-        """Raise StateError, naming the parameter, if the user wrote to an unsharded parameter that is about to be freed."""
+        """Raise StateError, naming the parameter, if the user wrote to an unsharded parameter that is about to be freed.
+
+        It raises once: the next call discards the write, as the error says.
+        """
         if self.exposure.writable:
             self.exposure.writable = False
             for parameter in self.parameters:
@@ -384,14 +391,14 @@ class Unit:
         return not self.runtime.scheduler.is_prefetched_in_this_phase(record.number) and self.stale_now
 
     def is_current(self) -> bool:
-        """Return True if the modules still hold the parameters that the unit put there."""
+        """Return True if the modules hold the sharded parameters, unchanged. Call this while nothing is installed."""
         for group in self.groups:
             if not group.is_current():
                 return False
         return True
 
     def drop_if_replaced(self) -> None:
-        """Reshard if the user replaced parameters on the modules since the unit was unsharded."""
+        """Register the sharded parameters. If the user replaced one since the unit was unsharded, reshard and adopt it."""
         if self.residency is not Residency.SHARDED and not self.runtime.scheduler.is_running(self.number):
             self.uninstall()
             if not self.is_current():
@@ -413,7 +420,7 @@ class Unit:
             unwritten: ids of parameters whose memory has no values yet.
 
         Raises:
-            StateError: naming the parameter, if the change cannot be adopted; nothing has changed then.
+            StateError: if the change cannot be adopted; nothing has changed then.
         """
         if self.is_current():
             return
@@ -431,11 +438,11 @@ class Unit:
         fits = fits and not changed
         if not fits and (_torch.current_graph_task() != -1 or self.runtime.scheduler.awaits_backward(self.number)):
             raise StateError(
-                f"The parameters of unit '{self.name}' changed dtype or device between its forward and its backward. Finish "
-                "the step first."
+                f"The parameters of unit '{self.name}' changed dtype, device or grad_dtype between its forward and its "
+                "backward. Finish the step first."
             )
         if not fits:
-            self.check_delivered(doing="a change of dtype or device")
+            self.check_delivered(doing="a change of dtype, device or grad_dtype")
         for parameter in self.parameters:
             parameter.restore_sharded()
         for parameter, value in changed:
@@ -449,7 +456,7 @@ class Unit:
             for group in self.groups:
                 group.adopt_values([found[id(parameter)] for parameter in group.parameters])
 
-    # --- public calls: each one checks first that it is legal, and changes nothing if it is not ---
+    # --- public calls; those that may be illegal check that first ---
     # Callers obtain the unit from `require_unit` or `units_of`, which start over after an interrupt.
 
     def unshard(self) -> None:
@@ -469,7 +476,7 @@ class Unit:
         self.show_kept_gradients()
 
     def set_resident(self, resident: bool) -> None:
-        """Keep the unit unsharded, whatever forwards and backwards end, until called with False."""
+        """Keep the unit unsharded through forwards and backwards, until each call with True is matched by one with False."""
         if not self.record.count_resident_block(1 if resident else -1):
             return
         if not resident:
@@ -517,9 +524,9 @@ class Unit:
             group.synchronize_host()
 
     def ensure_sharded(self, *, doing: str) -> None:
-        """Register the sharded parameters on the modules, to be written.
+        """Register the sharded parameters on the modules, to be read or written. Raises StateError if the unit is not idle.
 
-        The unsharded ones are freed unless a backward needs them.
+        The unsharded ones are freed unless a backward that needs them may still come.
         """
         self.check_idle(doing=doing)
         self.uninstall()
@@ -584,13 +591,13 @@ class Unit:
         self.agreement(doing).barrier()
 
     def agreement(self, doing: str, *, shards: bool = True) -> Agreement:
-        """Return the agreement of ranks in a call about the unit that is neither forward nor backward."""
+        """Return an `Agreement` of the ranks for a call on the unit outside of a step."""
         subject = f"{self.global_id} {doing}"
         return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject, shards=shards)
 
     def log_write(self, action: str) -> None:
         """Record in the logs that the user did `action` to the unit's shards, as all ranks must."""
-        logs = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}
+        logs = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}  # the first group of each log
         for log, fingerprints in logs.items():
             self.runtime.log_write(log, fingerprints[action])
 

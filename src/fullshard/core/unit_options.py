@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fullshard.comm.base import Allocate
 from fullshard.comm.custom import AllGather, ReduceScatter
 from fullshard.core.reduction import ReduceOptions
-from fullshard.core.scheduler import ReshardPolicy
+from fullshard.core.scheduler import KeepAfterForward
 from fullshard.policies import ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
@@ -17,8 +17,9 @@ _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 class UnitOptions:
     """The resolved options of one unit."""
 
-    # Read at each event; `Unit.configure` changes them.
-    reshard_policy: ReshardPolicy
+    # Read at each event, that is in hooks on modules and on the autograd graph, and in the callback at the end of a backward.
+    # `Unit.configure` changes them, and any field of `comm` and `checks` that the groups do not copy.
+    keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
     in_backward: bool = True  # backward needs the unsharded parameters
@@ -27,19 +28,19 @@ class UnitOptions:
     manual: bool = False  # the user ends backwards (`finalize_backward`)
     keep_after_backward: bool = False
 
-    # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Of `comm` and
-    # `checks` the groups copy `direct_min_bytes`, `collectives` and `poison`. Everything else is read at each event, that is in
-    # hooks on modules and on the autograd graph, and in the callback at the end of a backward.
+    # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again.
     mp: MixedPrecisionPolicy
-    comm: CommPolicy
-    checks: CheckPolicy
+    comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `configure` changes the others
+    checks: CheckPolicy  # the groups copy `poison`; `configure` changes the others
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
     separate_reduce: bool = False  # reduce-scatter on a process group of its own
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
     memory: Allocate | None = None  # allocates the memory of messages
-    keep_memory: bool = False  # keep the memory of unsharded parameters and messages at its address
+
+    # Keep the memory of unsharded parameters and messages at its address. `Unit.keep_memory` changes it.
+    keep_memory: bool = False
 
     # Read when the module is sharded.
     sync: str = "check"

@@ -25,9 +25,9 @@ class GroupPlan:
     reduction: ReductionLayout
     dtypes: Dtypes
     trainable: bool
-    axis: str  # collective log of the group: "shards", or "everywhere" for scalars, which are replicated on all ranks
-    replicas: int  # ranks with equal shards, this one included
-    replicated: bool  # True if an all-reduce over replicas follows the reduce-scatter
+    log: str  # collective log of the group: "shards", or "everywhere" for scalars, which are replicated on all ranks
+    replicas: int  # size of the replicate dim, over which shards are equal or, in two hops, divided
+    replicated: bool  # True if a reduction over replicas follows the reduce-scatter
     subgroup: int | None  # ranks of the smaller group that keeps a copy after forward, None without one
     host: bool  # True if the shards are offloaded to host memory
     accelerator: bool  # True for the kernels of an accelerator, False for those of the CPU
@@ -74,7 +74,7 @@ class Merged:
 
 
 class SimulatedGroup:
-    """Memory and collectives of a parameter group, in the order of `FlatBuffer`.
+    """Memory and collectives of a parameter group. It allocates and frees in the order of core/'s classes of one group.
 
     Attributes:
         plan: layout and options.
@@ -298,9 +298,8 @@ class SimulatedReduction:
         group.ledger.free_all(fillers)
         sliced = {part.parameter for message in (*plan.reduction.slices, *plan.reduction.sums) for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
-        sent = (
-            sliced if plan.keep else {*plan.reduction.direct, *sliced}
-        )  # with `keep`, direct gradients are copied into the arena
+        # With `keep`, direct gradients are copied into the arena.
+        sent = sliced if plan.keep else {*plan.reduction.direct, *sliced}
         self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
         self._sum = self.reduced_shard  # over all ranks
         if plan.scatter is not None and not self.deferred and not plan.keep:
@@ -310,19 +309,24 @@ class SimulatedReduction:
         if self.deferred:
             return
         if plan.dtypes.reduced != plan.dtypes.reduce or plan.keep:
-            self._flat = group.allocate(shard * plan.dtypes.reduced.itemsize, "gradients")
+            nbytes = shard * plan.dtypes.reduced.itemsize
+            # In the arena it is the source of the copy to the host only.
+            self._flat = -1 if plan.keep and plan.host else group.allocate(nbytes, "gradients")
         self._host = group.allocate(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
 
     def _reserve_arena(self, dtype: torch.dtype) -> None:
         """Reserve memory for all inputs of the reduction. The arena is as large as the model's largest reduction."""
         plan, itemsize, ranks = self.plan, self.plan.dtypes.reduce.itemsize, self.plan.layout.ranks
-        packed, most = plan.reduction.packed, [0, 0]
-        most[0] = max((ranks * sum(part.size for part in parts) for parts in plan.reduction.slices), default=0)
-        most[1] = max((sum(part.size for part in parts) for parts in plan.reduction.sums), default=0)
-        sizes = [0 if packed is None or ranks == 1 else ranks * packed.size * itemsize, *(numel * itemsize for numel in most)]
+        packed = plan.reduction.packed
+        of_slices = max((ranks * sum(part.size for part in parts) for parts in plan.reduction.slices), default=0)
+        of_sums = max((sum(part.size for part in parts) for parts in plan.reduction.sums), default=0)
+        sizes = [0 if packed is None or ranks == 1 else ranks * packed.size * itemsize]
+        sizes += [of_slices * itemsize, of_sums * itemsize]
         sizes += [self.group.numel(index) * dtype.itemsize for index in plan.reduction.direct]
         if plan.over_replicas is not None and not self.deferred:
             sizes += [plan.over_replicas.shard_numel * itemsize, self._scattered_nbytes()]
+        if plan.host and not self.deferred:
+            sizes.append(plan.shard_layout.shard_numel * plan.dtypes.reduced.itemsize)
         self.group.ledger.reserve(sum(-(-size // 512) * 512 for size in sizes), plan.unit)
 
     def _allocate_fillers(self, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:

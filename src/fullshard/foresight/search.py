@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.question import Build, ExplainArguments
 from fullshard.foresight.space import Changes, Variants, axes_of, settings
-from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding
+from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding, fields_only_here
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.tables import aligned, bytes_text
 
@@ -58,7 +58,8 @@ def _changes_text(changes: Mapping[str, Any]) -> str:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, MixedPrecisionPolicy):
-        return f"reduce_dtype {str(value.reduce_dtype).removeprefix('torch.')}"
+        names = ["reduce_dtype", *fields_only_here(value)]
+        return ", ".join(f"{name} {str(getattr(value, name)).removeprefix('torch.')}" for name in names)
     if isinstance(value, CommPolicy):
         return f"reductions_in_flight {value.reductions_in_flight}, prefetch_bytes {value.prefetch_bytes}"
     if isinstance(value, Plan):

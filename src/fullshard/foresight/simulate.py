@@ -450,7 +450,7 @@ class _Simulator:
         heartbeats: list[RecordedWork] = []
         logs: dict[str, list[GroupPlan]] = defaultdict(list)
         for reduction in reductions:
-            logs[reduction.plan.axis].append(reduction.plan)
+            logs[reduction.plan.log].append(reduction.plan)
         for plans in () if self._as_fsdp2 else logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
             first = plans[0]
@@ -572,7 +572,7 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
         )
     policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, options["states"])
     return UnitOptions(
-        reshard_policy=policy,
+        keep_after_forward=policy,
         subgroup_size=subgroup,
         states=options["states"],
         mp=resolve_mp(options["mp_policy"]),
@@ -629,7 +629,7 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
         reduction=layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize),
         dtypes=dtypes,
         trainable=trainable,
-        axis="everywhere" if scalar else "shards",
+        log="everywhere" if scalar else "shards",
         replicas=setting.ranks * setting.replicas if scalar else setting.replicas,
         replicated=scalar or setting.hybrid,
         subgroup=None if subgroup is None or subgroup >= ranks else subgroup,

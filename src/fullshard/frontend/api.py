@@ -258,9 +258,9 @@ class _ResolvedArguments:
         axis = resolve_mesh(mesh, dp_mesh_dims)
         if states.shards_over_replicas:
             _check_replicas_to_shard(axis)
-        reshard_policy, subgroup_size = parse_reshard_after_forward(reshard_after_forward, axis.ranks, states)
+        keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, axis.ranks, states)
         options = UnitOptions(
-            reshard_policy=reshard_policy,
+            keep_after_forward=keep_after_forward,
             subgroup_size=subgroup_size,
             states=states,
             mp=mp_policy.without_override(),

@@ -20,7 +20,7 @@ from fullshard.core.finalization import Finalization, PendingReduction
 from fullshard.core.join import join
 from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.runtime import Runtime
-from fullshard.core.scheduler import ReshardPolicy, Stats
+from fullshard.core.scheduler import KeepAfterForward, Stats
 from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
@@ -100,7 +100,7 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def parse_reshard_after_forward(
     reshard_after_forward: bool | int | None, ranks: int, states: StateSharding
-) -> tuple[ReshardPolicy, int | None]:
+) -> tuple[KeepAfterForward, int | None]:
     """Return (reshard policy, subgroup size) for the argument `reshard_after_forward`.
 
     The subgroup size is the number of ranks that keep one copy of the parameters together; None without such subgroups.
@@ -111,9 +111,9 @@ def parse_reshard_after_forward(
             "Leave reshard_after_forward out, or use ZERO3."
         )
     if reshard_after_forward is None:
-        return ReshardPolicy.OUTERMOST, None
+        return KeepAfterForward.OUTERMOST, None
     if isinstance(reshard_after_forward, bool):
-        return (ReshardPolicy.NEVER if reshard_after_forward else ReshardPolicy.ALWAYS), None
+        return (KeepAfterForward.NEVER if reshard_after_forward else KeepAfterForward.ALWAYS), None
     if not isinstance(reshard_after_forward, int):
         raise ValueError(f"reshard_after_forward must be True, False, an int or None, got {reshard_after_forward!r}.")
     if reshard_after_forward < 1 or ranks % reshard_after_forward:
@@ -122,11 +122,11 @@ def parse_reshard_after_forward(
             f"over. Take one of {[k for k in range(1, ranks + 1) if ranks % k == 0]}."
         )
     if reshard_after_forward == ranks:
-        return ReshardPolicy.NEVER, None
+        return KeepAfterForward.NEVER, None
     if reshard_after_forward == 1:
         warn_once("reshard_after_forward=1 keeps all parameters after forward. Pass False, which means the same.")
-        return ReshardPolicy.ALWAYS, None
-    return ReshardPolicy.PARTLY, reshard_after_forward
+        return KeepAfterForward.ALWAYS, None
+    return KeepAfterForward.PARTLY, reshard_after_forward
 
 
 class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
@@ -335,10 +335,10 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         ]
         for unit, policy, size in parsed:
             if size == unit.options.subgroup_size:
-                unit.configure(reshard_policy=policy)
+                unit.configure(keep_after_forward=policy)
             else:
                 doing = "set_reshard_after_forward()"
-                unit.reconfigure(doing=doing, reshard_policy=policy, subgroup_size=size)
+                unit.reconfigure(doing=doing, keep_after_forward=policy, subgroup_size=size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether backward frees the unsharded parameters.

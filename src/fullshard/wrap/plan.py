@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
-from fullshard.core import ReshardPolicy, children_first
+from fullshard.core import KeepAfterForward, children_first
 from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, frequencies, messages_of, thresholds
@@ -359,7 +359,7 @@ class Plan:
             }
             messages = messages_of(entries, ranks, options["mp_policy"], options["comm_policy"].direct_min_bytes)
             policy, _ = parse_reshard_after_forward(options["reshard_after_forward"], ranks, options["states"])
-            kept = policy is ReshardPolicy.ALWAYS or (policy is ReshardPolicy.OUTERMOST and "" in unit.modules)
+            kept = policy is KeepAfterForward.ALWAYS or (policy is KeepAfterForward.OUTERMOST and "" in unit.modules)
             found.append((unit.name, frequencies(messages, options["states"], kept_after_forward=kept)))
         return PlannedMessages(found, thresholds(ranks, comm_policy))
 
