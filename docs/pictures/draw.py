@@ -20,7 +20,7 @@ from typing import Any
 import fullshard
 from fullshard.core import reduction
 from fullshard.core.layout import DirectRule, plan_layout
-from fullshard.core.scheduler import TRANSITIONS, Action, Reduce, Reshard, KeepAfterForward, Residency, Scheduler, Unshard, Wait
+from fullshard.core.scheduler import TRANSITIONS, Action, KeepAfterForward, Reduce, Reshard, Residency, Scheduler, Unshard, Wait
 from fullshard.foresight.picture import figure_of
 from fullshard.policies import PRESETS, ZERO3, CommPolicy, StateSharding
 

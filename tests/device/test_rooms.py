@@ -59,6 +59,7 @@ NOT_THERE = {  # tests, or cases of them
     "fsdp1_wrapper_arguments_of_the_wrong_type_are_named_before_anything_changed": "has a mesh of the CPU in mind",
     "fsdp1_wrapper_the_attributes_that_scripts_read": "has a mesh of the CPU in mind",
     "fsdp2_surface_memory_that_a_backend_does_not_have_is_refused": "this one has it",
+    "fsdp2_surface_forced_sums_are_scaled_behind_the_collective_and_others_by_it": "looks at gloo's reduce-scatter",
     "fsdp2_surface_a_hook_on_reduced_gradients_sums_over_further_replicas": "asks for what the CPU refuses",
     "grad_dtypes_ranks_whose_gradients_come_in_different_dtypes_all_raise": "messages of two sizes end as gloo ends",
     "memory_a_thread_that_did_not_shard_may_delete_one_model_and_run_another": "tensors of other threads are the CPU's",

@@ -124,7 +124,8 @@ FEW_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [*FEW_ROWS, "hybrid"])
 @ranks(4)
-@mock.patch.object(layout, "MIN_MESSAGE", 64)
+@mock.patch.object(layout, "LEAST_PADDING", 64)
+@mock.patch.object(layout, "FEW_BYTES", 64)
 @mock.patch.object(layout, "slice_limit", lambda nbytes, kinds: 128)
 def test_parameters_with_few_rows_are_summed_instead_of_padded(world: World, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if kind == "hybrid" else world.mesh

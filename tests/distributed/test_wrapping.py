@@ -710,7 +710,8 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("low", [False, True])
 @ranks(2)
-@mock.patch.object(layout, "MIN_MESSAGE", 1024)
+@mock.patch.object(layout, "LEAST_PADDING", 1024)
+@mock.patch.object(layout, "FEW_BYTES", 1024)
 def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) -> None:
     model = Wide()
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()

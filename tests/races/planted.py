@@ -23,7 +23,7 @@ Patch = tuple[Any, str, Any]
 
 def staging_before_the_wait(executor: Any, unit: Any) -> None:
     for group, work in executor._gathering[unit.record.number]:
-        group.finish_all_gather(work)
+        group.finish_all_gather()
         work.wait()
     del executor._gathering[unit.record.number]
     if unit.record.is_pinned:
@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "shards of matrices are freed as they are sent": ((OwnerExchange, "_send", matrices_as_they_are_sent),),
     "results of owners are read before they arrive": (
         (OwnerExchange, "_wait", as_they_are_sent("results of owners")),
-        (OwnerExchange, "_leave", lambda exchange: exchange._in_flight.clear()),
+        (OwnerExchange, "_abandon", lambda exchange: exchange._in_flight.clear()),
     ),
     "whole matrices are read before they arrive": ((OwnerExchange, "_wait", as_they_are_sent("matrices to their owners")),),
     "the second of two hops does not wait for the first": ((DeviceStream, "run", lane("hops at once")),),

@@ -265,7 +265,8 @@ def limits(nbytes: int | None) -> Iterator[None]:
     """A block in which staging, and messages of their own, are of so many bytes."""
     with ExitStack() as stack:
         if nbytes is not None:
-            stack.enter_context(mock.patch.object(layout, "MIN_MESSAGE", nbytes // 4))
+            for limit in ("MIN_MESSAGE", "LEAST_PADDING", "FEW_BYTES"):
+                stack.enter_context(mock.patch.object(layout, limit, nbytes // 4))
             stack.enter_context(mock.patch.object(layout, "slice_limit", lambda of, kinds: nbytes))
         # a matrix in each bucket
         stack.enter_context(mock.patch.object(fullshard.plan_owners, "__kwdefaults__", {"bucket_nbytes": 1}))

@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.comm.base import Collectives
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unsharded_buffer import AllGather, Storage, tensor_on_storage
+from fullshard.core.unsharded_buffer import AllGather, PlannedAllGather, Storage, tensor_on_storage
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
 
@@ -184,7 +184,7 @@ class ExtensionBuffer:
         flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         # Not views of the outputs: with one rank the all-gather is a copy, which would increase the version counter that a view
         # shares with the unsharded tensor.
-        return AllGather(
+        return PlannedAllGather(
             self._collectives.gatherer([tensor_on_storage(out.view(torch.uint8), 0, (out.nbytes,)) for out in self._outs], flat)
         )
 

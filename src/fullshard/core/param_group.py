@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
-from fullshard.comm.streams import Work
+from fullshard.comm.streams import Lane, Work, nothing
 from fullshard.core.extension import ExtensionBuffer, needs_own_group, own_shard
 from fullshard.core.group_grads import GroupGradients, ReductionPlan
 from fullshard.core.layout import GroupLayout, plan_layout
@@ -19,6 +19,9 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
+
+if TYPE_CHECKING:
+    from fullshard.core.communicator import CollectiveCall, Communicator
 
 
 class ParamGroup:
@@ -84,8 +87,7 @@ class ParamGroup:
         # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
         # the shards are written.
         self._inner_shard: FlatBuffer | None = None
-        # Copies to the device that read the flat shard in host memory, on several streams. The host waits for them before it
-        # writes.
+        # All-gathers that copy the flat shard from host memory to the device. The host waits for them before it writes.
         self._shard_copies: list[Work] = []
 
     def _plan_layouts(self) -> tuple[GroupLayout, GroupLayout]:
@@ -275,11 +277,19 @@ class ParamGroup:
 
     # --- all-gather ---
 
-    def allocate_unsharded(self) -> AllGather:
-        """Allocate the memory of the unsharded parameters on the compute stream, and return the all-gather that fills it.
+    def start_all_gather(self, communicator: Communicator, action: str) -> Work:
+        """Allocate the unsharded parameters on the compute stream, and start the all-gather that fills them.
 
-        Raises StateError if the shards are on the wrong device.
+        Call `finish_all_gather` after the compute stream waited for the work that this returns.
+
+        Args:
+            communicator: runs and logs the collectives.
+            action: text of the call in the log.
+
+        Raises:
+            StateError: if the shards are on the wrong device, or the ranks diverged.
         """
+        over_replicas = self._allocate_inner_shard() if self.two_hops else None
         buffer = self._buffer
         if buffer is None:
             self._check_device()
@@ -293,14 +303,14 @@ class ParamGroup:
         if buffer.versions and versions != buffer.versions:
             changed = [p.unsharded for p, old, new in zip(self.parameters, buffer.versions, versions) if old != new]
             torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
-        return buffer.allocate(versions)
+        gather, after = buffer.allocate(versions), None
+        if over_replicas is not None:  # on the stream of the replicas: this hop overlaps with all-gathers over shards
+            hop = self._send(communicator, communicator.all_reduce_stream, over_replicas, f"{action} over replicas")
+            after = hop.work
+        return self._send(communicator, communicator.all_gather_stream, gather, action, after)
 
-    def gather_over_replicas(self) -> AllGather | None:
-        """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one.
-
-        Call this before `allocate_unsharded`, whose buffer is gathered from the inner shard. The memory is allocated on the
-        compute stream.
-        """
+    def _allocate_inner_shard(self) -> AllGather | None:
+        """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one."""
         self._check_device()
         # After a failed step, some ranks may have written their shards and others not. All of them begin a new epoch of the
         # log together, and gather anew.
@@ -315,6 +325,23 @@ class ParamGroup:
         else:
             inner.free()
         return inner.allocate(versions)
+
+    def _send(
+        self, communicator: Communicator, stream: Lane, gather: AllGather, action: str, after: Work | None = None
+    ) -> CollectiveCall:
+        """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
+        start = gather.begin
+        if gather.copies_in and communicator.copy_in_stream is None:
+            start = gather.copy_in_and_begin
+        elif gather.copies_in:
+            # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for the
+            # all-gather of this one.
+            assert communicator.copy_in_stream is not None and after is None
+            after = communicator.copy_in_stream.run(gather.copy_in, nothing)
+        call = communicator.send(stream, self.fingerprints, action, start, gather.finish, after)
+        if self.storage.host:  # the copy to the device reads the shard
+            self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), call]
+        return call
 
     def _make_inner_shard(self) -> FlatBuffer:
         return FlatBuffer(self.shard_layout, self.dtypes, self.collectives.over_replicas, self.storage, self.shard)
@@ -334,20 +361,24 @@ class ParamGroup:
             parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
         return buffer
 
-    def all_gather_copy(self) -> tuple[list[FlatBuffer], list[AllGather]]:
-        """Return second, separate buffers and the all-gathers that fill them, one after the other.
+    def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
+        """All-gather into memory of its own, and return one tensor per parameter. Collective.
 
-        `values_in` then returns the tensors of the last one.
+        Args:
+            communicator: runs and logs the collectives.
+            action: text of the call in the log.
         """
         self._check_device()
         with torch.no_grad():
-            if not self.two_hops:
-                copy = self._make_buffer(None)
-                return [copy], [copy.allocate([])]
-            inner = self._make_inner_shard()
-            over_replicas = inner.allocate([])
+            stream, inner = communicator.all_gather_stream, None
+            if self.two_hops:
+                inner = self._make_inner_shard()
+                self._send(communicator, stream, inner.allocate([]), f"{action} over replicas").wait()
+                inner.release_staging()
             copy = self._make_buffer(inner)
-            return [inner, copy], [over_replicas, copy.allocate([])]
+            self._send(communicator, stream, copy.allocate([]), action).wait()
+            copy.release_staging()
+            return self.values_in(copy)
 
     def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
         """Return the unsharded tensor of each parameter in `buffer`, in the form that modules compute with."""
@@ -369,22 +400,16 @@ class ParamGroup:
                 f".to('{home}')."
             )
 
-    def finish_all_gather(self, work: Work) -> None:
+    def finish_all_gather(self) -> None:
         """Complete the all-gather: release its staging memory, and run the hook of an extension.
 
-        Call this after the compute stream waited for `work`.
+        Call this after the compute stream waited for the all-gather.
         """
         # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
         if self._inner_shard is not None:
             self._inner_shard.release_staging()
         if self._buffer is not None:
             self._buffer.release_staging()
-        if self.storage.host:
-            self.note_copy_to_device(work)
-
-    def note_copy_to_device(self, work: Work) -> None:
-        """Record that `work` reads the shard in host memory, so that `synchronize_host` waits for it."""
-        self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), work]
 
     def synchronize_host(self) -> None:
         """Block the host until no copy to the device reads the shard in host memory, so that the host may write it."""
@@ -478,7 +503,7 @@ class ExtensionGroup(ParamGroup):
     def _make_unsharded(self) -> ExtensionBuffer:
         return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
 
-    def all_gather_copy(self) -> tuple[list[FlatBuffer], list[AllGather]]:
+    def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
         """Raise StateError: the subclass has one output buffer, so a copy is impossible."""
         self._check_device()
         raise StateError(

@@ -16,7 +16,7 @@ from torch.autograd.profiler import record_function
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint
-from fullshard.comm.streams import Lane, Work, nothing, stream_for
+from fullshard.comm.streams import Lane, Work, stream_for
 from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
 from fullshard.core.joined_calls import JoinedCalls
@@ -39,7 +39,6 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, name_units_in
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.unsharded_buffer import AllGather
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
 
@@ -286,39 +285,20 @@ class Runtime:
         action = "backward gather" if self.backward.underway else "forward gather"
         works: list[tuple[ParamGroup, Work]] = []
         self._gathering[unit.record.number] = works
-        communicator = self.communicator
         for group in unit.groups:
             try:
-                over_replicas = group.gather_over_replicas() if group.two_hops else None
-                gather = group.allocate_unsharded()
-                start, before = gather.start, None
-                if over_replicas is not None:
-                    before = self._gather_over_replicas(group, over_replicas, action)
-                # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for
-                # the all-gather of this one.
-                if communicator.copy_in_stream is not None and gather.copies_in:
-                    start, before = gather.begin, communicator.copy_in_stream.run(gather.copy_in, nothing)
-                stream = communicator.all_gather_stream
-                work = communicator.send(stream, group.fingerprints, action, start, gather.finish, before)
+                work = group.start_all_gather(self.communicator, action)
             except BaseException:
                 group.drop_unsharded()
                 raise
             works.append((group, work))
-
-    def _gather_over_replicas(self, group: ParamGroup, gather: AllGather, action: str) -> Work:
-        """Start the first of two hops, on the stream of the replicas: it overlaps with all-gathers over shards."""
-        communicator, start, copied = self.communicator, gather.start, None
-        if communicator.copy_in_stream is not None and gather.copies_in:
-            start, copied = gather.begin, communicator.copy_in_stream.run(gather.copy_in, nothing)
-        action = f"{action} over replicas"
-        return communicator.send(communicator.all_reduce_stream, group.fingerprints, action, start, gather.finish, copied).work
 
     def _wait(self, unit: Unit) -> None:
         """Order the compute stream behind the all-gathers of a unit."""
         number = unit.record.number
         for group, work in self._gathering[number]:
             work.wait()
-            group.finish_all_gather(work)
+            group.finish_all_gather()
         del self._gathering[number]
         if unit.record.is_pinned:
             unit.expose()

@@ -335,7 +335,8 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
-        self.check_unmodified()
+        if self.exposure.writable:
+            self.check_unmodified()
         for group in self.groups:
             if group.installed:
                 group.uninstall()
@@ -358,10 +359,9 @@ class Unit:
 
         It raises once: the next call discards the write, as the error says.
         """
-        if self.exposure.writable:
-            self.exposure.writable = False
-            for parameter in self.parameters:
-                parameter.check_unwritten()
+        self.exposure.writable = False
+        for parameter in self.parameters:
+            parameter.check_unwritten()
 
     @property
     def shows_full(self) -> bool:
@@ -496,22 +496,6 @@ class Unit:
         self.refresh()
         if unsharded_by_user:
             self.ensure_unsharded()
-
-    def all_gather_copy(self, group: ParamGroup) -> list[Tensor]:
-        """All-gather a group into memory of its own, and return one tensor per parameter. Collective."""
-        communicator = self.runtime.communicator
-        with torch.no_grad():
-            copies, gathers = group.all_gather_copy()
-            for copy, gather in zip(copies, gathers):
-                action = "gather by hand" if copy is copies[-1] else "gather by hand over replicas"
-                sent = communicator.send(
-                    communicator.all_gather_stream, group.fingerprints, action, gather.start, gather.finish
-                )
-                sent.wait()
-                copy.release_staging()
-                if group.storage.host:
-                    group.note_copy_to_device(sent.work)
-        return group.values_in(copies[-1])
 
     def reshard(self, *, doing: str = "reshard()") -> None:
         """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""

@@ -153,21 +153,22 @@ def _with_all_reduce(
 
 
 class AllGather:
-    """A planned all-gather: copy-in steps, the collective, copy-out steps.
+    """An all-gather: copy-in steps, the collective, copy-out steps.
 
-    `start` and then `finish` run on the all-gather stream. Alternatively `copy_in` runs on the copy-in stream, and then `begin`
-    and `finish` on the all-gather stream, so that the copy-in overlaps with the previous all-gather.
+    `copy_in` runs on a stream of its own, so that it overlaps with the previous all-gather, or on the all-gather stream if
+    there is none; then `begin` and `finish` run on the all-gather stream.
+
+    Attributes:
+        begin: starts the collective.
+        copies_in: whether there are copy-in steps.
     """
 
-    __slots__ = ("_begin", "_copy_in_steps", "_copy_out_steps")
+    __slots__ = ("_copy_in_steps", "_copy_out_steps", "copies_in")
 
-    def __init__(self, begin: Callable[[], StartedWork], before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
-        self._begin, self._copy_in_steps, self._copy_out_steps = begin, before, after
+    begin: Callable[[], StartedWork]
 
-    @property
-    def copies_in(self) -> bool:
-        """True if there are copy-in steps."""
-        return bool(self._copy_in_steps)
+    def __init__(self, before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
+        self.copies_in, self._copy_in_steps, self._copy_out_steps = bool(before), before, after
 
     def copy_in(self) -> StartedWork:
         """Cast the shard into the all-gather input, or copy it from host memory."""
@@ -175,20 +176,25 @@ class AllGather:
             step()
         return StartedWork()
 
-    def begin(self) -> StartedWork:
-        """Start the collective."""
-        return self._begin()
-
-    def start(self) -> StartedWork:
+    def copy_in_and_begin(self) -> StartedWork:
         """Copy in and start the collective."""
-        for step in self._copy_in_steps:
-            step()
-        return self._begin()
+        self.copy_in()
+        return self.begin()
 
     def finish(self) -> None:
         """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
         for step in self._copy_out_steps:
             step()
+
+
+class PlannedAllGather(AllGather):
+    """An all-gather whose tensors are known when it is planned."""
+
+    __slots__ = ("begin",)
+
+    def __init__(self, begin: Callable[[], StartedWork], before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
+        super().__init__(before, after)
+        self.begin = begin
 
 
 class CustomMemoryAllGather(AllGather):
@@ -199,17 +205,12 @@ class CustomMemoryAllGather(AllGather):
     def __init__(
         self, layout: GroupLayout, collectives: ObservedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
     ) -> None:
-        super().__init__(StartedWork, before)
+        super().__init__(before)
         self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
         # The all-gather output. The custom all-gather allocates it when the collective starts, once for this object.
         self._staging: Tensor | None = None
 
-    def start(self) -> StartedWork:
-        """Copy in and start the collective."""
-        self.copy_in()
-        return self.begin()
-
-    def begin(self) -> StartedWork:
+    def begin(self) -> StartedWork:  # type: ignore[override]
         """Allocate the all-gather output, copy the shard into this rank's chunk of it, and start the collective."""
         allocate, size = self._collectives.gather_memory, self._shard.numel()
         assert allocate is not None
@@ -278,10 +279,10 @@ class FlatBuffer:
                 before.append(partial(collectives.traffic.record, "to_device", [home]))
                 before.append(partial(shard.copy_, home, non_blocking=True))
         if not layout.unsharded_numel:
-            return AllGather(StartedWork, before)
+            return PlannedAllGather(StartedWork, before)
         if gather.gather_memory is not None and layout.packed is not None:
             self._plan_custom = partial(CustomMemoryAllGather, layout, gather, flat, shard, before)
-            return AllGather(StartedWork)
+            return PlannedAllGather(StartedWork)
         staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
         if staging.numel():
             self._staging.append(staging)
@@ -300,7 +301,7 @@ class FlatBuffer:
         if layout.summed:
             begin = _with_all_reduce(layout, gather, flat, shard, before, begin)
         assert begin is not None
-        return AllGather(begin, before, copy_out_steps(layout, flat, staging))
+        return PlannedAllGather(begin, before, copy_out_steps(layout, flat, staging))
 
     def allocate(self, versions: list[int]) -> AllGather:
         """Allocate memory on the compute stream, and return the all-gather for shards of these versions."""
@@ -356,7 +357,7 @@ class FlatBuffer:
             if self._subgroup_shard is None or not self.keep:
                 self._subgroup_shard = torch.empty_like(part)
             self._subgroup_shard.copy_(part)
-            self._subgroup_gather = AllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
+            self._subgroup_gather = PlannedAllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
 
     def drop_subgroup_shard(self) -> None:
         """Discard the all-gather among the subgroup, so that the next one runs over all ranks."""

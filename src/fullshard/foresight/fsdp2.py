@@ -75,7 +75,7 @@ class Fsdp2Reduction(SimulatedReduction):
         self.group, plan = group, group.plan
         self.plan = plan
         self.used = any(block is not None for block in merged.blocks)
-        self.replicated = plan.replicated
+        self.has_second_step = plan.replicated
         size = plan.dtypes.reduce.itemsize
         self._numel = _chunk_numel(group)
         self._held = [group.allocate(plan.layout.ranks * self._numel * size, "staging")]

@@ -261,7 +261,7 @@ class SimulatedReduction:
 
     Attributes:
         used: True if any parameter has a gradient.
-        replicated: True if a reduction over replicas follows.
+        has_second_step: True if a reduction over replicas follows.
         deferred: True if it is left to a later reduction.
         packed_grads: blocks of gradients that are free once they are copied into the packed input.
         reduced_shard: block of the reduce-scatter output.
@@ -273,7 +273,7 @@ class SimulatedReduction:
         self.used = any(block is not None for block in grads)
         plan = self.plan = group.plan
         self.deferred = plan.replicated and defer
-        self.replicated = plan.replicated and not defer
+        self.has_second_step = plan.replicated and not defer
         self._earlier, group.deferred = group.deferred, self if self.deferred else None
         self.used = self.used or (self._earlier is not None and self._earlier.used)
         itemsize, shard = plan.dtypes.reduce.itemsize, plan.shard_layout.shard_numel
@@ -400,7 +400,7 @@ class SimulatedReduction:
         """Finish the reduce-scatter."""
         if self._earlier is not None:
             self.group.copy(3 * self.plan.layout.shard_numel * self.plan.dtypes.reduce.itemsize)
-        if not (self.replicated or self.deferred):
+        if not (self.has_second_step or self.deferred):
             self._end()
 
     def replicate(self) -> StartedWork:
@@ -456,7 +456,7 @@ class SimulatedReduction:
         if self._earlier is not None and not self.plan.keep:
             self.group.ledger.free(self._earlier.reduced_shard)
         self._earlier = None
-        if not self.replicated:
+        if not self.has_second_step:
             self.release_reduced_shard()
 
     def release_reduced_shard(self) -> None:

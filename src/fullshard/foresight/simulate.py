@@ -79,7 +79,7 @@ class Setting:
         replicas: the size of the replicate mesh dim of a hybrid mesh; 1 on a flat mesh.
         hybrid: True if the mesh has a replicate dim, even of size 1.
         mp_policy: the mixed-precision policy, as in `fully_shard`.
-        comm_policy: the communication policy (message sizes, prefetch depth), as in `fully_shard`.
+        comm_policy: the communication policy (message sizes, budget of prefetching), as in `fully_shard`.
         offload_policy: the offload policy, as in `fully_shard`.
         reshard_after_forward: as in `fully_shard`.
         states: the level of ZeRO, as in `fully_shard`.
@@ -159,7 +159,8 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
         The simulation.
 
     Raises:
-        ValueError: if a unit's `reshard_after_forward` does not divide the number of ranks.
+        ValueError: if a unit's `reshard_after_forward` does not divide the number of ranks, its level of ZeRO needs a hybrid
+            mesh, or FSDP2 is simulated and lacks one of its options.
     """
     with gc_paused():
         return _simulate(trace, plan, setting)
@@ -193,8 +194,8 @@ class _Unit:
     stale: bool = False  # the optimizer has written shards since the last all-gather
 
     @property
-    def has_several_modules(self) -> bool:
-        """True if the unit has several modules."""
+    def is_list(self) -> bool:
+        """True if the unit has several modules, whose forwards together are one of the unit."""
         return len(self.modules) > 1
 
     def take_gradients(self, group: SimulatedGroup) -> list[int | None] | None:
@@ -259,7 +260,8 @@ class _Simulator:
     def begin_step(self) -> int:
         """Clear the program for a new step. Return the number of ledger changes before it.
 
-        A step ends when the optimizer's step ends, so all-gathers that are started after it belong to the next step.
+        A step ends when the optimizer's step ends. So the all-gathers of kept units that start behind it (`gather_after_step`)
+        belong to the next step, and are started here.
         """
         self.program.instructions.clear()
         self.program.messages.clear()
@@ -287,7 +289,7 @@ class _Simulator:
         calls: dict[int, ForwardCall] = {}
         blocks: dict[int, int] = {}  # by storage
         parameter_of = {event.storage: event.parameter for event in trace.events if isinstance(event, GradientReady)}
-        running: list[str] = [""]
+        running = [""]
         self._enter("", "forward")
         record, kept, unit_name = self.program.instructions.append, trace.kept, ""
         allocate, free, share = self.ledger.allocate, self.ledger.free, self.ledger.share
@@ -329,8 +331,8 @@ class _Simulator:
 
         Args:
             event: the event.
-            running: the names of the units in forward, innermost last, after a first entry: "" in forward, and the current
-                unit in backward; updated.
+            running: names of units, updated. The first entry is "" in forward, and the current unit in backward. The units
+                follow whose forward is running, innermost last: in backward, those that are recomputed.
             calls: the forward calls by their number in the trace; updated.
         """
         unit = self._unit_of_module[event.module]
@@ -345,7 +347,8 @@ class _Simulator:
                 if call >= 0:  # an output requires grad
                     calls[call] = ended
                     self.scheduler.expect_backward(ended)
-                self._enter(running[-1], "backward" if in_backward else "forward" if running[1:] else "loss")
+                in_unit: Phase = "forward" if len(running) > 1 else "loss"
+                self._enter(running[-1], "backward" if in_backward else in_unit)
             case BackwardBegins(module, call):
                 self.scheduler.graph_released(calls[call])
                 self._execute(self.scheduler.before_backward(calls[call]))
@@ -357,12 +360,12 @@ class _Simulator:
         number, scheduler = unit.record.number, self.scheduler
         if in_backward:
             self._execute(scheduler.before_recompute(number))
-        elif not (unit.has_several_modules and scheduler.is_running(number)):
+        elif not (unit.is_list and scheduler.is_running(number)):
             if not scheduler.running:
                 self._outermost_forwards += 1
                 self._execute(scheduler.drop_stale(number for number, unit in self._units.items() if unit.stale))
             self._execute(scheduler.before_forward(number))
-            if unit.has_several_modules:
+            if unit.is_list:
                 unit.progress.begin_list(unit.modules.values())
         unit.progress.begin(module, scheduler.clock, 0)
 
@@ -372,8 +375,9 @@ class _Simulator:
         if in_backward:
             progress.end(module)
             return self.scheduler.after_recompute(number, grad=grad)
-        if unit.has_several_modules:
-            # As `Unit.post_forward`: the forward of a unit of several modules goes on until its last module ends.
+        if unit.is_list:
+            # As `Unit.post_forward`: the forward of a unit of several modules goes on until its last module ends, unless
+            # no unit is around it.
             done = progress.is_list_done(module, self._outermost_forwards) and not progress.runs_around(module)
             if not done and self.scheduler.outermost() != number:
                 progress.end(module)
@@ -395,7 +399,7 @@ class _Simulator:
         if not reductions:
             return
         if len(self._replicating):
-            self._in_flight.drain()  # starts the all-reduces over replicas before the heartbeat, as on every rank
+            self._in_flight.drain()  # starts the all-reduces over replicas first, as `GradientReducer._send_heartbeats` does
         heartbeats = self._start_heartbeats(reductions)
         self._in_flight.drain()
         self._replicating.drain()
@@ -453,7 +457,7 @@ class _Simulator:
             logs[reduction.plan.log].append(reduction.plan)
         for plans in () if self._as_fsdp2 else logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
-            first = plans[0]
+            first = plans[0]  # all groups of a log have the same ranks
             work = self._reduce_stream.run("", partial(self._send_heartbeat, length, first.layout.ranks), _nothing)
             if first.replicated:
                 work = self._replicate_stream.run(
@@ -528,8 +532,8 @@ class _Simulator:
         # Packed gradients that were accumulated are free at the end only, because `GradientReducer.reduce` references them.
         self.ledger.free_all(merged.spent if merged.kept else reduction.packed_grads)
         work = self._reduce_stream.run(group.plan.unit, reduction.start, reduction.finish)
-        self._in_flight.push(work, reduction.release_inputs, polled=not reduction.replicated)
-        if reduction.replicated:
+        self._in_flight.push(work, reduction.release_inputs, polled=not reduction.has_second_step)
+        if reduction.has_second_step:
             work = self._replicate_stream.run(group.plan.unit, reduction.replicate, reduction.finish_replicated, after=work)
             self._replicating.push(work, reduction.release_reduced_shard)
         if merged.kept:
@@ -549,8 +553,8 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     """Return the options of a unit: its own, with the setting's as defaults.
 
     Raises:
-        ValueError: if its `reshard_after_forward` does not divide the number of ranks, or its level of ZeRO has no counterpart
-            in FSDP2, which is simulated.
+        ValueError: if its `reshard_after_forward` does not divide the number of ranks, its level of ZeRO needs a hybrid mesh,
+            or FSDP2 is simulated and lacks one of its options.
     """
     options: dict[str, Any] = {
         "mp_policy": setting.mp_policy,
@@ -619,6 +623,7 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
     over_replicas = scatter = None
     if outer > 1:
         over_replicas, layout = layout.in_two_hops(ranks, outer, rank=0)
+        # `as_is`: the sum over shards has the reduce dtype already.
         scatter = over_replicas.reduction(as_is=True, in_order=not setting.gloo, itemsize=dtypes.reduce.itemsize)
     in_order = ranks > 1 and not setting.gloo
     subgroup = options.subgroup_size

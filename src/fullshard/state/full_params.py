@@ -152,7 +152,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
         unit.check_idle(doing="gathered()")
         unit.refresh_for_read()
         for group in unit.groups:
-            tensors = unit.all_gather_copy(group)
+            tensors = group.all_gather_copy(unit.runtime.communicator, "gather by hand")
             if grad and torch.is_grad_enabled() and group.trainable:
                 copied_use = unit.runtime.scheduler.register_copied_use(unit.number)
                 source = _Source(group, BackwardHook(unit, copied_use, copied_use=True))
