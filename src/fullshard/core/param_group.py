@@ -87,7 +87,7 @@ class ParamGroup:
         # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
         # the shards are written.
         self._inner_shard: FlatBuffer | None = None
-        # All-gathers that copy the flat shard from host memory to the device. The host waits for them before it writes.
+        # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
         self._shard_copies: list[Work] = []
 
     def _plan_layouts(self) -> tuple[GroupLayout, GroupLayout]:
@@ -330,18 +330,27 @@ class ParamGroup:
         self, communicator: Communicator, stream: Lane, gather: AllGather, action: str, after: Work | None = None
     ) -> CollectiveCall:
         """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
-        start = gather.begin
+        start, copied = gather.begin, None
         if gather.copies_in and communicator.copy_in_stream is None:
             start = gather.copy_in_and_begin
         elif gather.copies_in:
             # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for the
             # all-gather of this one.
             assert communicator.copy_in_stream is not None and after is None
-            after = communicator.copy_in_stream.run(gather.copy_in, nothing)
+            after = copied = communicator.copy_in_stream.run(gather.copy_in, nothing)
         call = communicator.send(stream, self.fingerprints, action, start, gather.finish, after)
-        if self.storage.host:  # the copy to the device reads the shard
-            self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), call]
+        if self.storage.host and communicator.async_device is not None:
+            self._note_copy(copied, call)
         return call
+
+    def _note_copy(self, copied: Work | None, call: Work) -> None:
+        """Record the work that copies the shard from host memory: of the copy-in or, for an extension, before the collective.
+
+        Not the collective itself, if it can be avoided, since that may never complete.
+        """
+        reads = call if self.extension else copied  # the second of two hops reads the inner shard, which is on the device
+        if reads is not None:
+            self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), reads]
 
     def _make_inner_shard(self) -> FlatBuffer:
         return FlatBuffer(self.shard_layout, self.dtypes, self.collectives.over_replicas, self.storage, self.shard)

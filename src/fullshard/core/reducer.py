@@ -219,7 +219,7 @@ class GradientReducer:
 
     def _commit_early(self, reduction: Reduction) -> None:
         """Set the gradients of a reduction and run their hooks, before the end of the backward."""
-        reduction.wait_on_host(on_host=self._communicator.async_device is None)
+        reduction.wait_for_gradient(collectives_on_host=self._communicator.async_device is None)
         commit = reduction.prepare_commit()
         assert commit is not None
         commit_all([commit])
@@ -330,7 +330,7 @@ class GradientReducer:
         commits: list[GradCommit] = []
         on_host = self._communicator.async_device is None
         for reduction in reductions:
-            reduction.wait_on_host(on_host=on_host)
+            reduction.wait_for_gradient(collectives_on_host=on_host)
             anywhere = used.get(id(reduction), [True] * len(reduction.used))
             if anywhere[0] or reduction.used[0]:
                 reduction.group.grads.note_committed()

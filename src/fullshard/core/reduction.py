@@ -364,15 +364,15 @@ class Reduction:
         # By dropping the references. If that over replicas is deferred, `_flat` is the sum, so the sum stays.
         self._reduced_shard = self._sum = self._flat
 
-    def wait_on_host(self, *, on_host: bool) -> None:
+    def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
         Args:
-            on_host: whether collectives run on the host. Then one wait is enough; on an accelerator the current stream may be
-                another one than in an earlier wait, so it must wait as well.
+            collectives_on_host: whether collectives run on the host. Then one wait is enough; on an accelerator the current
+                stream may be another one than in an earlier wait, so it must wait as well.
         """
         assert self._work is not None
-        if not on_host or self.stage in (Stage.PACKED, Stage.SUMMED):
+        if not collectives_on_host or self.stage in (Stage.PACKED, Stage.SUMMED):
             self._work.wait()
         if self._host is not None:
             self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host

@@ -175,10 +175,15 @@ class UnitRecord:
         self.policy = KeepAfterForward.KEPT if kept else options.keep_after_forward
         self.stays_after_backward = kept or options.keep_after_backward
 
-    def count_resident_block(self, more: int) -> bool:
-        """Enter (1) or leave (-1) a resident() block. Return True if it is the outermost one."""
-        self.resident_blocks += more
-        return self.resident_blocks == max(more, 0)
+    def enter_resident(self) -> bool:
+        """Count a resident() block that begins. Return True if it is the outermost one."""
+        self.resident_blocks += 1
+        return self.resident_blocks == 1
+
+    def leave_resident(self) -> bool:
+        """Count a resident() block that ends. Return True if it was the outermost one."""
+        self.resident_blocks -= 1
+        return self.resident_blocks == 0
 
     def clear(self) -> None:
         """Mark the unit sharded after its unsharded parameters were dropped."""

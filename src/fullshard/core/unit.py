@@ -477,17 +477,16 @@ class Unit:
 
     def set_resident(self, resident: bool) -> None:
         """Keep the unit unsharded through forwards and backwards, until each call with True is matched by one with False."""
-        if not self.record.count_resident_block(1 if resident else -1):
-            return
         if not resident:
-            self.reshard(doing="the end of resident()")
-            return
-        try:
-            self.check_idle(doing="resident()")
-            self.ensure_unsharded()
-        except BaseException:
-            self.record.count_resident_block(-1)
-            raise
+            if self.record.leave_resident():
+                self.reshard(doing="the end of resident()")
+        elif self.record.enter_resident():
+            try:
+                self.check_idle(doing="resident()")
+                self.ensure_unsharded()
+            except BaseException:
+                self.record.leave_resident()
+                raise
 
     def refresh_for_read(self) -> None:
         """Adopt the user's changes before the shards are read, also those of a unit that the user unsharded."""
@@ -560,8 +559,8 @@ class Unit:
         """Raise StateError if gradients are in flight to groups that are about to be built again."""
         self.runtime.reducer.check_delivered(self, doing=doing)
 
-    def check_step(self, group: ParamGroup) -> None:
-        """Raise StateError if an optimizer may not write the shards of a group now."""
+    def prepare_step(self, group: ParamGroup) -> None:
+        """Wait for what reads the shards of a group, before an optimizer writes them. Raise StateError if it may not now."""
         self.runtime.recovery.recover()
         self.runtime.reducer.read_heartbeats()
         if self.runtime.scheduler.is_running(self.number) and any(_torch.is_in_forward(module) for module in self.modules):
@@ -796,7 +795,7 @@ class StepCheck:
         """Raise StateError if the shards may not be written now."""
         unit, group = self._unit(), self._group()
         if unit is not None and group is not None:
-            unit.check_step(group)
+            unit.prepare_step(group)
 
     def wait_for_readers(self) -> None:
         """Block the host until no copy to the device reads the shards in host memory."""
