@@ -602,6 +602,7 @@ class Unit:
         """
         self.ensure_sharded(doing=doing)
         self.check_delivered(doing=doing)
+        # Raises for options that are illegal, and creates process groups, before anything changes.
         self.runtime.communicator.collectives.of_axis(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)
         self.invalidate_unsharded()
@@ -633,13 +634,13 @@ class Unit:
             self.ensure_sharded(doing="set_states()")
 
     def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
-        """Remove parameters from the unit that another unit takes over."""
+        """Give parameters to another unit. Raise StateError if gradients of this one are in flight, before any change."""
         self.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
         self.invalidate_unsharded()
         self.drop(gone)
 
     def drop(self, gone: Sequence[ShardedParameter]) -> None:
-        """Remove `gone` from the unit."""
+        """Remove parameters from the unit, which holds no unsharded ones, and build the groups again."""
         ids = {id(parameter) for parameter in gone}
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
         self.rebuild_groups([parameter.local for parameter in self.parameters])
@@ -662,8 +663,8 @@ class Unit:
                 subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
                 axis = parameters[0].sharding.axis
                 collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
-                # Custom collectives work in memory of their own, so all parameters are packed there.
-                packed = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
+                # From the backends; infinite for custom collectives that work in memory of their own, where all is packed.
+                direct_min_bytes = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 log = self.runtime.communicator.log_of(axis)
                 log.allow_message_size(_MAX_ITEMSIZE * sum(parameter.shape.numel() for parameter in parameters))
                 groups.append(
@@ -672,7 +673,7 @@ class Unit:
                         [values[i] for i in members],
                         dtypes=shared,
                         collectives=collectives,
-                        storage=self._storage(packed),
+                        storage=self._storage(direct_min_bytes),
                         fingerprints=GroupFingerprints(log, self.unit_name, subject),
                         unwritten=unwritten,
                     )
@@ -695,28 +696,31 @@ class Unit:
             if not keep and self.residency is Residency.SHARDED:
                 group.free_unsharded()
 
-    def _storage(self, packed: float) -> Storage:
-        """Return where a group's memory is. `packed`: the size in bytes below which its collectives want parameters packed."""
+    def _storage(self, direct_min_bytes: float) -> Storage:
+        """Return where a group's memory is. `direct_min_bytes`: of its collectives."""
         options, offload = self.options, self.options.offload
         host = isinstance(offload, CPUOffloadPolicy)
         pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
         if pinned and self.axis.device.type == "cpu":
             warn_once("CPUOffloadPolicy(pin_memory=True): host memory is not pinned, since the mesh computes on the CPU")
             pinned = False
-        by_user = options.comm.direct_min_bytes
+        rule = DirectRule.default(direct_min_bytes)
+        if options.comm.direct_min_bytes is not None and direct_min_bytes != float("inf"):
+            rule = DirectRule(options.comm.direct_min_bytes)
         return Storage(
             device=self.axis.device,
             host=host,
             pinned=pinned,
-            direct=DirectRule.default(packed) if by_user is None or packed == float("inf") else DirectRule(by_user),
+            direct=rule,
             poison=options.checks.poison,
             mp=options.mp,
         )
 
     def decide_gathers(self) -> None:
-        """Decide before the first all-gather which parameters have an extension, since users may add one until then.
+        """Build the groups again if the user changed, since they were built, how a parameter is all-gathered or reduced.
 
-        Raises StateError for a parameter that cannot be all-gathered.
+        That is by all-gather hooks on the parameter, or its `grad_dtype`. Raises StateError for a parameter that cannot be
+        all-gathered.
         """
         for parameter in self.parameters:
             check_extension(parameter)
