@@ -27,7 +27,7 @@ from models import (
     train_both,
 )
 from test_fsdp2_surface import MyGather, MyReduce
-from test_levels import Exact
+from test_levels import exact_results
 from test_meshes import Tower, parallel, train_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -146,30 +146,16 @@ def test_training_equals_the_unsharded_model(world: World, states: StateSharding
 
 @ranks(4)
 def test_exactly_summable_values_are_bitwise_equal_with_and_without(world: World) -> None:
-    found: list[list[Tensor]] = []
-    for states, mesh in (
+    settings = (
         (ZERO3, world.mesh),
         (ZERO3, hybrid(2, 2)),
         (HFSDP, hybrid(2, 2)),
         (HFSDP, hybrid(4, 1)),
         (EACH_TIME, hybrid(2, 2)),
-    ):
-        model = Exact()
-        fully_shard(model, mesh=mesh, states=states)
-        model.set_gradient_divide_factor(1.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
-        for number in range(2):
-            for index in range(3):
-                model.set_is_last_backward(index == 2)
-                rows = torch.arange(60.0).view(12, 5).add(7 * index + number).remainder(5) - 2
-                model(world.mine(rows)).sum().backward()
-            optimizer.step()
-            if number == 0:
-                optimizer.zero_grad()
-        found.append([full(tensor) for p in model.parameters() for tensor in (p, p.grad) if tensor is not None])
-        assert model.unused.grad is None
-    for other in found[1:]:
-        assert len(found[0]) == len(other) and all(map(torch.equal, found[0], other))
+    )
+    first, *others = (exact_results(world, mesh, states) for states, mesh in settings)
+    for other in others:
+        assert len(first) == len(other) and all(map(torch.equal, first, other))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
