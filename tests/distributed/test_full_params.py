@@ -362,6 +362,19 @@ def test_materialize_names_what_nobody_initialises(world: World) -> None:
         fullshard.materialize(model, init=forgetful)
 
 
+@ranks(1)
+def test_buffers_of_equal_modules_are_told_apart(world: World) -> None:
+    """Their texts are equal, and the last one stood for all of them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    fully_shard(model, mesh=world.mesh)
+    model.to_empty(device=world.mesh.device_type)
+    model[1].reset_parameters()
+    nn.init.ones_(model[0].weight), nn.init.zeros_(model[0].bias)
+    with pytest.raises(StateError, match=r"to_empty\(\) allocated buffer 'running_mean' of BatchNorm1d, .*nothing has written"):
+        model(torch.ones(2, 4))
+
+
 @pytest.mark.proves("15a")
 @ranks(2)
 def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import HFSDP, ZERO2, ZERO3, CheckPolicy, StateSharding, fully_shard
+from fullshard import HFSDP, ZERO2, ZERO3, CheckPolicy, StateError, StateSharding, fully_shard
 
 
 class Tower(nn.Module):
@@ -154,6 +154,21 @@ def test_a_unit_of_several_modules_cannot_be_joined(world: World) -> None:
         fullshard.StateError, match="cannot predict unit 'Linear': fully_shard.. was called on a list of modules"
     ):
         one.join()
+
+
+@ranks(1)
+def test_a_join_that_raises_ends_its_calls(world: World) -> None:
+    """The next forward of another model counted as one inside of them."""
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+    for module in (*model, model, other):
+        fully_shard(module, mesh=world.mesh)
+    model(torch.ones(1, 4))
+    model[1].weight = nn.Parameter(torch.zeros(9, 9))
+    with pytest.raises(StateError):
+        model.join()
+    scheduler = model._fullshard_unit.runtime.scheduler
+    assert not scheduler.running
+    other(torch.ones(1, 4))
 
 
 # --- any tree, any ranks -------------------------------------------------------------------------------------------------

@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness import World, ranks
 from models import Stack, batch, shard_stack, square
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.core import units_of
@@ -124,3 +127,48 @@ def test_forwards_whose_output_is_dropped_leave_nothing_that_grows(world: World)
     assert len(scheduler._pending) <= 65 * 4 and len(scheduler._outermost_starts) <= 64
     square(model(batch(0))).backward()
     assert not scheduler._pending and all(record.pending_backwards == 0 for record in scheduler._records.values())
+
+
+@ranks(1)
+def test_a_gather_that_fails_leaves_no_memory_behind(world: World) -> None:
+    """The unsharded Parameters kept the memory of the buffer that was given up."""
+    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=world.mesh)
+    model(torch.ones(1, 64)).sum().backward()
+    unit = model._fullshard_unit
+    with mock.patch.object(type(unit.runtime.communicator), "send", side_effect=torch.OutOfMemoryError("none left")):
+        with pytest.raises(torch.OutOfMemoryError):
+            model(torch.ones(1, 64))
+    assert unit.parameters[0].unsharded is None and unit.unsharded_memory == 0
+    model(torch.ones(1, 64))
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["raised", "not the last"])
+@ranks(1)
+def test_a_model_that_is_deleted_in_the_middle_of_a_step_is_freed(world: World, how: str) -> None:
+    """Before the next model is sharded, which may need its memory."""
+    model, x = fully_shard(nn.Linear(4, 4), mesh=world.mesh), torch.ones(1, 4, requires_grad=True)
+    if how == "raised":
+        with pytest.raises(ZeroDivisionError):
+            model(Failing.apply(x)).sum().backward()
+    else:
+        model.set_is_last_backward(False)
+        model(x).sum().backward()
+    found = weakref.ref(model._fullshard_unit), weakref.ref(model.weight)
+    del model, x
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+    gc.collect()
+    assert found[0]() is None and found[1]() is None

@@ -132,6 +132,12 @@ def test_writing_to_a_parameter_that_was_unsharded_by_hand_is_refused_when_it_go
             write(model.weight)
         with pytest.raises(StateError, match="'weight' .* cannot be resharded: it was written while it was unsharded by hand"):
             model.reshard()
+        model.unshard()
+        with torch.no_grad():
+            write(model.weight)
+        with pytest.raises(StateError, match="To discard the write, call reshard"):
+            model.state_dict()
+        assert not isinstance(model.weight, DTensor), "the caller may still read what it wrote"
         model.reshard()  # discards the write, as the error says
         assert isinstance(model.weight, DTensor)
     model = fully_shard(nn.Linear(4, 4, bias=False), mesh=world.mesh)

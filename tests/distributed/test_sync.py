@@ -14,7 +14,8 @@ from models import Stack, batch, shard_stack, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import StateError, fully_shard
+from fullshard import CommPolicy, StateError, fully_shard
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.core.value_sync import digest
 
 
@@ -93,6 +94,82 @@ def test_replicas_that_were_initialised_after_sharding_are_compared_at_the_first
             text.replace("rank 1 and rank 3", "rank 0 and rank 2"),
             """Parameter 'weight' of unit 'Linear' differs between rank 0 and rank 2, which hold the same rows. Initialize it from one seed on all replicas, as fullshard.materialize() does, load it, or pass sync='broadcast' to fully_shard().""",
         )
+
+
+@ranks(2)
+def test_replicas_that_differ_are_found_at_each_forward(world: World) -> None:
+    """The first error left the mark of unchecked memory off, so a second forward trained with two models."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = nn.Linear(2, 2, bias=False)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=mesh.device_type)
+    with torch.no_grad():
+        model.weight.to_local().fill_(world.rank + 1.0)
+    for _ in range(2):
+        with pytest.raises(StateError, match="differs between rank 0 and rank 1, which hold the same rows"):
+            model(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("how", ["prefetched", "unsharded"])
+@ranks(2)
+def test_a_broadcast_reaches_parameters_that_are_gathered_already(world: World, how: str) -> None:
+    """A collective moves no version counter, so units that were gathered from the shards of before looked current."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, sync="broadcast")
+    model.to_empty(device=mesh.device_type)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().fill_(world.rank + 1.0)
+    if how == "prefetched":
+        model[0].set_modules_to_forward_prefetch([model[1]])
+    else:
+        model[1].unshard()
+    assert model(torch.ones(1, 2)).tolist() == [[4.0, 4.0]]
+
+
+class Buffers(nn.Module):
+    """Of many dtypes; one under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("one", torch.zeros(2))
+        self.register_buffer("other", self.one)
+        self.register_buffer("large", torch.full((2,), 40000.0, dtype=torch.float16))
+        self.register_buffer("eight", torch.ones(3).to(torch.float8_e4m3fn))
+        self.register_buffer("word", torch.ones(3, dtype=torch.uint16))
+        self.register_buffer("negative", -torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.one += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["mean", "broadcast"])
+@ranks(2)
+def test_buffers_of_any_dtype_and_with_two_names_are_shared(world: World, how: str) -> None:
+    torch.manual_seed(0)
+    made: list[Any] = []
+
+    def collectives(group: Any) -> Any:
+        made.append(group)
+        return GlooCollectives(group)
+
+    model = Buffers()
+    fully_shard(model, mesh=world.mesh, sync="broadcast", buffers=how, comm_policy=CommPolicy(collectives=collectives))
+    for number in range(1, 4):
+        before = len(made)
+        model(torch.ones(1, 2))
+        assert model.one is model.other and model.one.tolist() == [number, number]
+    assert len(made) == before, "collectives are made once, not in each forward"
+    assert model.large.tolist() == [40000.0, 40000.0], "a mean, whose sum is larger than float16 can be"
+    assert model.eight.float().tolist() == [1.0] * 3 and model.word.tolist() == [1] * 3
+    if how == "broadcast":
+        assert torch.signbit(model.negative), "bits arrive unchanged"
 
 
 @ranks(1)

@@ -251,10 +251,11 @@ class Agreement(Ranks):
         for tensor in tensors:
             mine = tensor.detach()
             moved = mine.to(self.device).contiguous()
+            message = moved.view(-1).view(torch.uint8)  # backends send bytes in any dtype
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
-                start = partial(dist.broadcast, moved, source, group=group, async_op=True)
-                self._send(self.groups[group], group, [moved], partial(_as_started, start))
+                start = partial(dist.broadcast, message, source, group=group, async_op=True)
+                self._send(self.groups[group], group, [message], partial(_as_started, start))
             if moved is not mine:
                 mine.copy_(moved)
 

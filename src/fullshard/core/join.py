@@ -32,6 +32,26 @@ def join(unit: Unit) -> Tensor:
     # Whether outputs of a unit that has not run on this rank yet would require grad: True if the outermost forward around this
     # call has calls with a pending backward (the input then has a graph), or once a unit with trainable parameters has ended.
     has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)
+    try:
+        last = _run(unit, order, grad=grad, has_graph=has_graph, alone=alone)
+    except BaseException as failure:
+        runtime.recovery.note_interrupt(failure)
+        if alone:  # a forward around this one would end the calls that have begun; else the next one would count as inside them
+            runtime.recovery.abort_in_progress()
+        raise
+    runtime.reducer.poll()
+    device = runtime.communicator.device
+    if last is None:
+        return torch.zeros((), device=device)
+    zero = torch.zeros((), device=device, requires_grad=True).clone()
+    assert zero.grad_fn is not None
+    zero.grad_fn.register_prehook(partial(_begin_joined_backward, runtime, last))
+    return zero
+
+
+def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_graph: bool, alone: bool) -> Joined | None:
+    """Enter and leave the forwards of these units. Return the last call that a backward joins, None if there is none."""
+    runtime, scheduler = unit.runtime, unit.runtime.scheduler
     last: Joined | None = None
     for inner, enters in order:
         if enters:
@@ -47,14 +67,7 @@ def join(unit: Unit) -> Tensor:
             runtime.joined.add(last)
         if inner.options.buffers != "local":
             share_buffers(inner, inner.modules[0], runtime.communicator)
-    runtime.reducer.poll()
-    device = runtime.communicator.device
-    if last is None:
-        return torch.zeros((), device=device)
-    zero = torch.zeros((), device=device, requires_grad=True).clone()
-    assert zero.grad_fn is not None
-    zero.grad_fn.register_prehook(partial(_begin_joined_backward, runtime, last))
-    return zero
+    return last
 
 
 def _begin_joined_backward(runtime: Runtime, joined: Joined, *_: object) -> None:

@@ -102,9 +102,9 @@ class KeepingUnits:
         return sorted(found, key=lambda entry: entry[0].number)
 
 
-def trees_of(units: Iterable[Unit]) -> set[nn.Module | None]:
+def trees_of(units: Iterable[Unit]) -> set[nn.Module]:
     """Return the models that the units belong to."""
-    return {unit.place.outermost for unit in units}
+    return {tree for unit in units if (tree := unit.place.outermost) is not None}
 
 
 def _flagged_groups(

@@ -64,7 +64,6 @@ def check_written(unit: Unit) -> None:
             "itself fills them, ignore this warning.",
             stacklevel=2,
         )
-    unit.checks.uninitialized = None
 
 
 def warn_if_unwritten(unit: Unit) -> None:

@@ -475,8 +475,18 @@ class ParamGroup:
         """Discard the unsharded buffer after an all-gather failed."""
         self.uninstall()
         # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
-        # storage is freed with the last one. The next all-gather creates a new buffer.
+        # storage is freed with the last one. The next all-gather creates a new buffer and new unsharded parameters in it.
         self._buffer = self._inner_shard = None
+        for parameter in self.parameters:
+            parameter.unsharded = None
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients of the unsharded parameters. Not collective, as `take_gradients` may be for partial ones."""
+        if self.grads.exposed:
+            self.grads.withdraw()
+        for parameter in self.parameters:
+            if parameter.unsharded is not None:
+                parameter.unsharded.grad = None
 
     def take_gradients(self) -> list[Tensor | None] | None:
         """Remove the gradients of the unsharded parameters and return them, or None if there are none."""

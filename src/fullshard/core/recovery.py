@@ -92,7 +92,7 @@ class Recovery:
         runtime.run(scheduler.abort())
         for unit in runtime.backward.units.values():
             for group in unit.groups:
-                group.take_gradients()
+                group.drop_gradients()
         runtime.reducer.forget(runtime.backward.units)
         runtime.backward.units.clear()
 

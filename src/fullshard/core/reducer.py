@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 
@@ -24,7 +25,8 @@ from fullshard.errors import StateError
 class GradientReducer:
     """Reduces the gradients of one runtime, and sets `.grad` at the end of a step.
 
-    The gradients of a step are set together, after its heartbeat: if the step raises, all of them are set or none.
+    The gradients of a step are set together, after its heartbeat: if the step raises, all of them are set or none. Only groups
+    with hooks on their parameters get theirs earlier, since the hooks run as soon as the gradients are reduced.
 
     Attributes:
         merged: True if reductions in flight contain gradients that earlier backwards kept.
@@ -38,7 +40,8 @@ class GradientReducer:
         self._heartbeats = Heartbeats(communicator)
         self._kept = KeepingUnits()
         self._arena = ReductionArena()
-        self._reduced: list[tuple[Unit, Reduction]] = []  # since the last heartbeat
+        # Since the last heartbeat. Weak references, so that a model can be deleted before the backward that ends its step.
+        self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling
         # finds them complete: a hook may start collectives, and the result of polling differs between ranks.
         self._hooked: deque[Reduction] = deque()
@@ -49,6 +52,11 @@ class GradientReducer:
     def __len__(self) -> int:
         """Return the number of collectives in flight."""
         return len(self._in_flight) + len(self._replicating)
+
+    @property
+    def _undelivered(self) -> list[tuple[Unit, Reduction]]:
+        """The reductions since the last heartbeat, with their units."""
+        return [(unit, reduction) for reference, reduction in self._reduced if (unit := reference()) is not None]
 
     @property
     def keeps(self) -> bool:
@@ -123,7 +131,7 @@ class GradientReducer:
         if reduction.factors.deferred:
             self._kept.add(unit)
             return
-        self._reduced.append((unit, reduction))
+        self._reduced.append((weakref.ref(unit), reduction))
         if reduction.has_hooks:
             self._hooked.append(reduction)
 
@@ -146,7 +154,7 @@ class GradientReducer:
     def is_undelivered(self, unit: Unit) -> bool:
         """Return True if gradients of the unit are reduced, or being reduced, and not in `.grad` yet."""
         return any(group.grads.deferred is not None for group in unit.groups) or any(
-            owner is unit and not reduction.committed for owner, reduction in self._reduced
+            owner is unit and not reduction.committed for owner, reduction in self._undelivered
         )
 
     def check_delivered(self, unit: Unit, *, doing: str) -> None:
@@ -161,11 +169,13 @@ class GradientReducer:
         """Discard the gradients of the unit that are not in `.grad` yet: kept on this rank, deferred, or being reduced."""
         if unit.pending is not None:
             self._drop(unit.pending, "zero_grad(), reset_iter_state() or an error, before they were waited for")
-        if any(owner is unit for owner, _ in self._reduced) or any(group.grads.deferred is not None for group in unit.groups):
+        if any(owner is unit for owner, _ in self._undelivered) or any(
+            group.grads.deferred is not None for group in unit.groups
+        ):
             self._in_flight.drain_quietly()
             self._replicating.drain_quietly()
-            dropped = [reduction for owner, reduction in self._reduced if owner is unit]
-            self._reduced = [entry for entry in self._reduced if entry[0] is not unit]
+            dropped = [reduction for owner, reduction in self._undelivered if owner is unit]
+            self._reduced = [entry for entry in self._reduced if entry[0]() is not unit]
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
             group.grads.discard()
@@ -188,10 +198,14 @@ class GradientReducer:
 
     def forget(self, units: Container[int]) -> None:
         """Drop the reductions of these units (by number), so that their gradients are never set."""
-        for unit, _ in self._reduced:
+        for unit, _ in self._undelivered:
             if unit.number in units and unit.pending is not None:
                 self._drop(unit.pending, "a backward that raised, before they were waited for")
-        self._reduced = [entry for entry in self._reduced if entry[0].number not in units]
+        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self._undelivered if unit.number not in units]
+
+    def forget_deleted(self) -> None:
+        """Drop the reductions of units that were deleted."""
+        self._reduced = [entry for entry in self._reduced if entry[0]() is not None]
 
     def check_arrived(self, unit: Unit, group: ParamGroup) -> None:
         """Raise StateError if gradients of a group are not in `.grad` yet, where an optimizer reads them."""
@@ -267,10 +281,12 @@ class GradientReducer:
     def _take_due(self) -> list[tuple[Unit, Reduction]]:
         """Remove from `_reduced`, and return, the reductions of units whose step this backward ends."""
         due: list[tuple[Unit, Reduction]] = []
-        left: list[tuple[Unit, Reduction]] = []
-        for entry in self._reduced:
-            options = entry[0].options
-            (due if options.last_backward and not options.manual else left).append(entry)
+        left: list[tuple[weakref.ref[Unit], Reduction]] = []
+        for unit, reduction in self._undelivered:
+            if unit.options.last_backward and not unit.options.manual:
+                due.append((unit, reduction))
+            else:
+                left.append((weakref.ref(unit), reduction))
         self._reduced = left
         return due
 
@@ -354,7 +370,7 @@ class GradientReducer:
     def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[Sent]]:
         """Send the heartbeats of these units' reductions. Return both, for `end`."""
         mine = set(map(id, units))
-        due = [(unit, reduction) for unit, reduction in self._reduced if id(unit) in mine]
+        due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
         if len(self._replicating):  # see `_send_heartbeats`: all-reduces start before the heartbeat on every rank
             self._in_flight.drain()
         checked = [(unit.options.checks.every, reduction) for unit, reduction in due if unit.options.checks.heartbeat]

@@ -114,6 +114,7 @@ class Runtime:
 
     def register(self, unit: Unit) -> UnitRecord:
         """Add a new unit and return its record."""
+        self.recovery.recover()  # a backward that raised holds its units, which may be of a model that this one replaces
         self.forget_deleted()
         number = next(self._numbers)
         self._units[number] = unit
@@ -154,6 +155,7 @@ class Runtime:
         if not self.scheduler.knows(number):
             return
         self.scheduler.unregister(number)
+        self.reducer.forget_deleted()
         self.update_timeouts()
         for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
             self.reducer.track(work, group.free_unsharded)
@@ -421,8 +423,8 @@ class Runtime:
             unit.exposure.writable = False
             unit.progress.clear()
             for group in unit.groups:
+                group.drop_gradients()
                 group.drop_unsharded()
-                group.take_gradients()
 
     def _wait_or_drop(self, gathering: Sequence[tuple[ParamGroup, Work]]) -> None:
         """Wait for all-gathers, since memory that messages still arrive in must not be freed.

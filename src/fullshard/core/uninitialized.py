@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -29,6 +30,15 @@ def is_marked(tensor: Tensor | None) -> bool:
     return bool((tensor == _MARK).all()) if tensor.dtype.is_signed else False
 
 
+class _Named(NamedTuple):
+    """A tensor, its name for error texts, and whether state dicts contain it. Modules of one class have equal names."""
+
+    key: tuple[int, str]  # id of the parameter or module, and name in the module
+    name: str
+    tensor: Tensor
+    persistent: bool
+
+
 class UninitializedTensors:
     """Tensors without values: sharded parameters, buffers, and parameters that are not sharded.
 
@@ -38,8 +48,8 @@ class UninitializedTensors:
 
     def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
         self._parameters, self._buffers = parameters, buffers
-        # Version counters after the marks were written, by name.
-        self._versions: dict[str, int] = {}
+        # Version counters after the marks were written, by key.
+        self._versions: dict[tuple[int, str], int] = {}
         self.cause = ""
 
     def without(self, written: Container[int]) -> UninitializedTensors:
@@ -63,15 +73,15 @@ class UninitializedTensors:
 
     def names(self) -> list[str]:
         """Return the names of all tensors, for error texts."""
-        return list(self._tensors())
+        return [one.name for one in self._tensors()]
 
     def mark(self, cause: str) -> None:
         """Fill the tensors with the mark, except on meta. `cause` names what allocated them, as in "to_empty() allocated"."""
         self.cause = cause
-        for key, (tensor, _) in self._tensors().items():
-            if tensor.device.type != "meta":
-                mark_tensor(tensor)
-                self._versions[key] = tensor._version
+        for one in self._tensors():
+            if one.tensor.device.type != "meta":
+                mark_tensor(one.tensor)
+                self._versions[one.key] = one.tensor._version
 
     def remaining(self, *, persistent: bool = True) -> list[str]:
         """Return the names of the tensors that were not written after `mark`.
@@ -80,22 +90,25 @@ class UninitializedTensors:
             persistent: True for parameters and persistent buffers, False for the other buffers.
         """
         return [
-            key
-            for key, (tensor, kept) in self._tensors().items()
+            one.name
+            for one in self._tensors()
             # An integer tensor may contain the mark as a real value, so its version counter must be unchanged as well.
-            if kept is persistent
-            and is_marked(tensor)
-            and (tensor.is_floating_point() or tensor._version == self._versions.get(key))
+            if one.persistent is persistent
+            and is_marked(one.tensor)
+            and (one.tensor.is_floating_point() or one.tensor._version == self._versions.get(one.key))
         ]
 
-    def _tensors(self) -> dict[str, tuple[Tensor, bool]]:
-        """Return {name: (tensor, whether state dicts contain it)} for all tensors that still exist."""
-        found = {f"parameter '{parameter.name}'": (parameter.local, True) for parameter in self._parameters}
+    def _tensors(self) -> list[_Named]:
+        """Return all tensors that still exist."""
+        found = [
+            _Named((id(parameter), ""), f"parameter '{parameter.name}'", parameter.local, True)
+            for parameter in self._parameters
+        ]
         for ref, name in self._buffers:
             module = ref()
             buffer = None if module is None else getattr(module, name, None)
             if module is not None and isinstance(buffer, Tensor):
-                kept = _torch.persists(module, name)
                 kind = "parameter" if isinstance(buffer, nn.Parameter) else "buffer"
-                found[f"{kind} '{name}' of {type(module).__name__}"] = buffer, kept
+                text = f"{kind} '{name}' of {type(module).__name__}"
+                found.append(_Named((id(module), name), text, buffer, _torch.persists(module, name)))
         return found

@@ -28,7 +28,7 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.uninitialized import UninitializedTensors
 from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.unsharded_buffer import Storage
+from fullshard.core.unsharded_buffer import GroupCollectives, Storage
 from fullshard.errors import StateError, warn_once
 from fullshard.policies import CPUOffloadPolicy, StateSharding
 
@@ -118,6 +118,8 @@ class Unit:
         self.checks = PendingChecks()
         # From `finalize_backward(async_op=True)` to `wait()`.
         self.pending: PendingReduction | None = None
+        # Collectives of its buffers, made when they are first needed.
+        self._buffer_collectives: GroupCollectives | None = None
         # Where the parameters are, and what the scheduler expects of the unit.
         self.record: UnitRecord = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
@@ -202,6 +204,7 @@ class Unit:
             self.refresh()
             check_written(self)
             check_replicas(self)
+            self.checks.uninitialized = None  # if a check raised, the next forward runs them again
         # A unit that was prefetched within this forward or backward cannot be stale, so the shards are not looked at again.
         prefetched = (
             record.residency is Residency.GATHERING and not first and scheduler.is_prefetched_in_this_phase(record.number)
@@ -512,10 +515,13 @@ class Unit:
         The unsharded ones are freed unless a backward that needs them may still come.
         """
         self.check_idle(doing=doing)
+        frees = not self.runtime.scheduler.expects_backward(self.number)
+        if frees:
+            self.check_unmodified()
         self.uninstall()
         for group in self.groups:
             group.synchronize_host()
-        if not self.runtime.scheduler.expects_backward(self.number):
+        if frees:
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
 
     def allocate(self, device: torch.device) -> None:
@@ -680,13 +686,20 @@ class Unit:
                 )
         for group in groups:
             group.keep_memory(self.options.keep_memory)
-        self.groups, self.checks.gathers = groups, True
+        self.groups, self.checks.gathers, self._buffer_collectives = groups, True, None
         self.runtime.update_timeouts()
         for group in groups:
             check = StepCheck(self, group)
             for parameter in group.parameters:
                 parameter.write_guard, parameter.unit_name = check, self.unit_name
         self._update_record()
+
+    @property
+    def buffer_collectives(self) -> GroupCollectives:
+        """Collectives for the buffers of its modules."""
+        if self._buffer_collectives is None:
+            self._buffer_collectives = self.runtime.communicator.collectives.of_axis(self.axis, self.options)
+        return self._buffer_collectives
 
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of unsharded parameters and messages when they are freed, or free it from now on."""

@@ -360,8 +360,10 @@ class FlatBuffer:
             self._subgroup_gather = PlannedAllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
 
     def drop_subgroup_shard(self) -> None:
-        """Discard the all-gather among the subgroup, so that the next one runs over all ranks."""
+        """Discard the subgroup's part and its all-gather, so that the next one runs over all ranks."""
         self._subgroup_gather = None
+        if not self.keep:
+            self._subgroup_shard = None
 
     def _fill_with_nan(self) -> None:
         """Fill the allocated memory with NaN (`CheckPolicy(poison=True)`)."""

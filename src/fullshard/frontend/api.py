@@ -389,14 +389,17 @@ def _check_or_sync_values(found: _Inspection, agreement: Agreement, how: str) ->
         where = axis if sharding.axis.is_replicated else sharding.axis
         sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
     if how == "check":
-        for where, named in sets.values():
-            wrong = find_unequal_values(named, agreement.on_axis(where))
-            if wrong is not None:
-                raise ValueError(
-                    f"{wrong}: each rank would keep a shard of a different model. Seed all ranks equally before the model is "
-                    "built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if the values are "
-                    "loaded later (FULLSHARD_SYNC=off in the environment does the same for a program that you cannot change)."
-                )
+        # On all axes before any error: the ranks of another axis may not have found a difference.
+        found_on = [find_unequal_values(named, agreement.on_axis(where)) for where, named in sets.values()]
+        wrong = next((text for text in found_on if text is not None), None)
+        if len(sets) > 1 and not agreement.all_equal(b"equal" if wrong is None else b"differ") and wrong is None:
+            wrong = "Values differ between other ranks"
+        if wrong is not None:
+            raise ValueError(
+                f"{wrong}: each rank would keep a shard of a different model. Seed all ranks equally before the model is "
+                "built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if the values are "
+                "loaded later (FULLSHARD_SYNC=off in the environment does the same for a program that you cannot change)."
+            )
         return
     own = sets.setdefault(axis.key, (axis, []))[1]
     own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
