@@ -129,7 +129,7 @@ def pair(world: World, kind: type[nn.Module], made: Callable[[Any], optim.Optimi
 def as_before() -> Iterator[None]:
     """What optimizers saw without the mend."""
     alike = mock.patch.object(local_view, "placeholder", lambda empty: empty)
-    with alike, mock.patch.object(empty_shards.StepOrder, "enter", lambda *_: None):
+    with alike, mock.patch.object(empty_shards.StepOrder, "enter", lambda *_, **__: None):
         yield
 
 

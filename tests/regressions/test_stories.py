@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import os
 import signal
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,18 +18,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, ranks, until
-from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, rounding, shard_stack, square
+from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, rounding, shard_stack, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
 from fullshard import HFSDP, ZERO3, CheckPolicy, CommPolicy, StateError, StateSharding, _torch, fully_shard
 from fullshard.checks.watchdog import Watchdog
 from fullshard.comm.base import SingleRank, StartedWork
 from fullshard.comm.gloo import GlooCollectives
+from fullshard.comm.streams import HostStream
 from fullshard.compat import FullyShardedDataParallel as FSDP
-from fullshard.core import reduction, unit_of
+from fullshard.core import reduction, unit_of, units_of
 from fullshard.core import unsharded_buffer as unsharded
+from fullshard.frontend import patches
+from fullshard.frontend.module import accumulate
 from fullshard.weights import load_weights, save_weights
 
 
@@ -1314,3 +1321,200 @@ def test_weights_are_saved_streamed_and_loaded_right_after_a_parameter_was_assig
         else:
             load_weights(model, folder)
             assert torch.equal(model.weight.full_tensor(), other.weight)
+
+
+# --- what a search for faults found --------------------------------------------------------------------------------------
+
+
+def other_streams(device: torch.device) -> Any:
+    return HostStream()
+
+
+@ranks(2)
+def test_units_with_streams_of_their_own_are_found_beside_others(world: World) -> None:
+    """Units were listed by their number, which is unique in one runtime only: of two units one was left out of every call."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module, policy in zip(model, (CommPolicy(), CommPolicy(lanes=other_streams))):
+        fully_shard(module, mesh=world.mesh, comm_policy=policy)
+    assert len({unit_of(module).runtime for module in model}) == 2 and len(units_of(model, True)) == 2
+    with fullshard.counting(model) as messages, accumulate(model):
+        model(torch.ones(1, 4)).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters()), "accumulate() reaches both"
+    assert sum(message.kind == "all_gather" for message in messages) >= 3, "and so does counting()"
+    with fullshard.full_params(model, write=False):
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@ranks(2)
+def test_tensor_parallel_ranks_draw_equal_random_numbers(world: World) -> None:
+    """materialize() agreed about the seed over data-parallel ranks only, so replicated parameters differed between others."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, placement in (("rows", Shard(0)), ("scale", Replicate())):
+                tensor = distribute_tensor(torch.empty(4, device="meta"), mesh["tp"], [placement])
+                self.register_parameter(name, nn.Parameter(tensor))
+
+        def reset_parameters(self) -> None:
+            for parameter in self.parameters():
+                nn.init.normal_(parameter)
+
+    model = fully_shard(Model(), mesh=mesh["dp"])
+    torch.manual_seed(world.rank)
+    fullshard.materialize(model)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, [parameter.to_local().tolist() for parameter in model.parameters()])
+    assert found[0][1] == found[1][1] and found[0][0] != found[1][0]
+
+
+@ranks(1, 2)
+def test_a_step_of_sgd_that_raised_leaves_the_momenta_of_torch(world: World) -> None:
+    """They stayed under local tensors: state_dict() raised a KeyError, and the next step took them for its own."""
+    from torch.optim import sgd
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    sharded = fully_shard(copy.deepcopy(plain), mesh=world.mesh)
+    raises = [False, True, False, False, False, False]
+    whole = sgd.sgd
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        if calls.pop(0):
+            raise torch.OutOfMemoryError("none left")
+        whole(*args, **kwargs)
+
+    for model in (sharded, plain):
+        calls = list(raises)
+        optimizer = torch.optim.SGD([{"params": [layer.weight]} for layer in model], lr=0.1, momentum=0.9, foreach=False)
+        with mock.patch.object(sgd, "sgd", failing):
+            for step in range(3):
+                (model(torch.ones(2, 4)).sum() * (step + 1)).backward()
+                try:
+                    optimizer.step()
+                except torch.OutOfMemoryError:
+                    optimizer.state_dict()
+                optimizer.zero_grad()
+        for layer in model:
+            layer.momentum = optimizer.state[layer.weight]["momentum_buffer"]
+    for one, other in zip(sharded, plain):
+        assert_near(full(one.momentum), other.momentum, "momentum", rounding(torch.float32))
+        assert_near(full(one.weight), other.weight, "weight", rounding(torch.float32))
+
+
+@ranks(2)
+def test_gradients_as_values_are_those_of_one_backward(world: World) -> None:
+    """grad() returned gradients of other backwards with its own, and lost them, or left its own for the next backward."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 3), mesh=world.mesh)
+    loss = lambda: model(torch.ones(2, 4)).sum()
+    model.set_is_last_backward(False)
+    loss().backward()
+    model.set_is_last_backward(True)
+    with pytest.raises(StateError, match="gradients of unit 'Linear' are reduced, but not in .grad yet"):
+        fullshard.grad(loss(), [model.weight])
+    model.zero_grad()
+    for enter in (
+        model.accumulate,
+        lambda: setting(model.set_is_last_backward, False, True),
+        lambda: setting(model.set_manual_backward_finalization, True, False),
+    ):
+        with enter(), pytest.raises(StateError, match="does not set gradients in this backward"):
+            fullshard.grad(loss(), [model.weight])
+    model.bias.requires_grad_(False)
+    with model.accumulate():
+        loss().backward()
+    model.bias.requires_grad_(True)
+    with pytest.raises(StateError, match="a gradient of parameter 'weight' is accumulated"):
+        fullshard.grad(loss(), [model.bias])
+
+
+@contextlib.contextmanager
+def setting(setter: Any, inside: bool, outside: bool) -> Iterator[None]:
+    setter(inside)
+    try:
+        yield
+    finally:
+        setter(outside)
+
+
+@ranks(2)
+def test_a_scalar_keeps_its_gradient_from_before_sharding(world: World) -> None:
+    """It had one dim more than the parameter, which no optimizer takes."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    torch.manual_seed(0)
+    model = Scaled()
+    model(torch.ones(1, 4)).sum().backward()
+    fully_shard(model, mesh=world.mesh)
+    assert model.scale.grad.to_local().shape == model.scale.to_local().shape == ()
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        kind(model.parameters(), lr=0.1).step()
+
+
+@ranks(1)
+def test_a_move_that_raises_keeps_all_gradients(world: World) -> None:
+    """Those with a grad_dtype of their own were gone, so this rank alone would have stepped without them."""
+    model = fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+    model.weight.grad_dtype = torch.float64
+    model(torch.ones(2, 4)).sum().backward()
+
+    def fails(tensor: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        model._apply(fails)
+    assert model.weight.grad is not None and model.weight.grad.dtype is torch.float64 and model.bias.grad is not None
+
+
+@ranks(2)
+def test_votes_of_slices_of_a_mesh_are_one(world: World) -> None:
+    """Each slice is a new object, and got a collective log and an entry of the watchdog for good."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    votes = importlib.import_module("fullshard.frontend.any_failed")._VOTES
+    before = len(votes)
+    for _ in range(5):
+        assert not fullshard.any_failed(mesh["dp"])
+    assert len(votes) == before + 1
+
+
+def test_changes_in_torch_are_made_together_or_not_at_all() -> None:
+    """A change that raised left those before it, which the next fully_shard() made once more."""
+    made: list[str] = []
+
+    def change(name: str) -> Any:
+        made.append(name)
+        return lambda: made.remove(name)
+
+    def raises() -> Any:
+        raise ZeroDivisionError
+
+    with mock.patch.object(patches, "_undo", []):
+        with mock.patch.object(patches, "_INSTALLERS", {"one": lambda: change("one"), "two": raises}):
+            with pytest.raises(ZeroDivisionError):
+                patches.install()
+            assert not made and not patches.are_installed()
+
+
+@ranks(1)
+def test_an_asynchronous_generator_is_no_forward_method(world: World) -> None:
+    class Streams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        async def stream(self, x: Tensor) -> Any:
+            yield self.layer(x)
+
+    model = fully_shard(Streams(), mesh=world.mesh)
+    with pytest.raises(ValueError, match="it is a generator or coroutine"):
+        fullshard.register_fsdp_forward_method(model, "stream")

@@ -48,9 +48,7 @@ _RELEASING = threading.Lock()
 def held(group: dist.ProcessGroup) -> ProcessGroupHandle:
     """Return the one handle of a process group."""
     found = _HELD.get(id(group))
-    if found is None:
-        found = _HELD[id(group)] = ProcessGroupHandle(group)
-    return found
+    return _HELD.setdefault(id(group), ProcessGroupHandle(group)) if found is None else found  # one, also of two threads
 
 
 def release() -> None:

@@ -42,9 +42,9 @@ class TrafficCounter:
     listeners: list[list[Message]] = field(default_factory=list)
 
     @contextmanager
-    def counting(self) -> Iterator[list[Message]]:
-        """Yield a list that receives every message until the block ends."""
-        messages: list[Message] = []
+    def counting(self, messages: list[Message] | None = None) -> Iterator[list[Message]]:
+        """Yield a list, `messages` or a new one, that receives every message until the block ends."""
+        messages = [] if messages is None else messages
         self.listeners.append(messages)
         try:
             yield messages

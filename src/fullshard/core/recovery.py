@@ -149,7 +149,7 @@ class Recovery:
         for unit in runtime.backward.units.values():
             for module in (inner for root in unit.modules for inner in root.modules()):
                 below = unit_of(module)
-                if below is not None:
+                if below is not None and below.runtime is runtime:  # numbers are unique in one runtime only
                     found[below.number] = below
         for number in runtime.scheduler.pending_units():
             waiting = runtime.unit(number)

@@ -67,7 +67,7 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
     if original.grad is not None:
         # A clone, because a view would keep the memory of the whole gradient.
         rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
-        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone())
+        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone().view(sharding.shard_shape))
     replace(original, sharded)
     parameter.put(sharded)
 
@@ -164,7 +164,7 @@ def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) ->
         parameter.sharded.grad = None
     elif grad:
         rows = parameter.slice(full.grad).to(parameter.local.device, parameter.local.dtype, copy=True)  # type: ignore[arg-type]
-        parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous())
+        parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous().view(parameter.sharding.shard_shape))
 
 
 def discard_gradient(parameter: ShardedParameter, *, set_to_none: bool) -> None:

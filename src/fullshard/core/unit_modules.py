@@ -244,8 +244,9 @@ def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     """Return the units at and below `module`, each once, for a public call; without `recurse` only the unit of `module`."""
     if not recurse:
         return [require_unit(module)]
-    units = {unit.number: unit for inner in module.modules() if (unit := unit_of(inner)) is not None}
-    return [recovered(unit) for unit in units.values()]
+    # By identity: a number is unique in one runtime only.
+    units = dict.fromkeys(unit for inner in module.modules() if (unit := unit_of(inner)) is not None)
+    return [recovered(unit) for unit in units]
 
 
 def own_modules(root: nn.Module) -> Iterator[nn.Module]:

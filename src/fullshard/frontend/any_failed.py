@@ -80,7 +80,9 @@ class FailureVote:
 
 
 _NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
-_VOTES: _torch.PerRank[int, FailureVote] = _torch.PerRank()
+# By the process groups of the mesh dims, and its shape: a slice of a mesh is a new object each time. A vote holds the handles,
+# so their ids are not reused.
+_VOTES: _torch.PerRank[tuple[object, ...], FailureVote] = _torch.PerRank()
 # The default process group, and the mesh of all ranks.
 _WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()
 
@@ -102,9 +104,11 @@ def _vote_of(mesh: DeviceMesh | None) -> FailureVote:
         mesh = _WORLD[0][1]
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}.")
-    found = _VOTES.get(id(mesh))
-    if found is None or found.mesh is not mesh:
-        found = _VOTES[id(mesh)] = FailureVote(mesh)
+    handles = [held(mesh.get_group(dim)) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    key = mesh.device_type, tuple(mesh.mesh.shape), *map(id, handles), *(() if handles else mesh.mesh.flatten().tolist())
+    found = _VOTES.get(key)
+    if found is None:
+        found = _VOTES[key] = FailureVote(mesh)
     return found
 
 

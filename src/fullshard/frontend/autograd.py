@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core.sharded_param import logical_parameters
+from fullshard.core.sharded_param import ShardedParameter, logical_parameters
+from fullshard.core.unit import owner_of
 from fullshard.errors import StateError
 
 
@@ -38,8 +39,8 @@ def grad(
         `allow_unused=True`, None for an input that no rank used.
 
     Raises:
-        StateError: if a parameter was never unsharded, has accumulated gradients, or was not used (without `allow_unused`). The
-            error names the parameter.
+        StateError: if a parameter was never unsharded or was not used (without `allow_unused`), or if gradients of its unit are
+            accumulated or being reduced, or are not reduced by this backward. The error names the parameter or unit.
 
     Example:
         >>> weight, bias = fullshard.grad(loss, [model.head.weight, model.head.bias])         # doctest: +SKIP
@@ -59,11 +60,7 @@ def grad(
             raise StateError(
                 f"grad(): parameter '{logical.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
-        if logical.local_grad is not None:
-            raise StateError(
-                f"grad(): a gradient of parameter '{logical.name}' is accumulated on each rank by accumulate() or "
-                "set_requires_gradient_sync(False). Run the last backward of the step first."
-            )
+        _check_no_other_gradients(logical)
         leaves.append(logical.unsharded)
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
@@ -81,6 +78,30 @@ def grad(
             what = f"parameter '{name}'" if name else f"the input of shape {tuple(tensor.shape)}"
             raise StateError(f"grad(): {what} was not used by any rank. Pass allow_unused=True to get None for it.")
     return tuple(found)
+
+
+def _check_no_other_gradients(parameter: ShardedParameter) -> None:
+    """Raise StateError unless a backward reduces exactly its own gradients of the parameter's unit, at once."""
+    unit = owner_of(parameter)
+    if unit is None:
+        return
+    for one in unit.parameters:
+        if one.local_grad is not None:
+            raise StateError(
+                f"grad(): a gradient of parameter '{one.name}' is accumulated on each rank by accumulate() or "
+                "set_requires_gradient_sync(False). Run the last backward of the step first."
+            )
+    if unit.runtime.reducer.is_undelivered(unit):
+        raise StateError(
+            f"grad(): gradients of unit '{unit.name}' are reduced, but not in .grad yet. Run the last backward of the step "
+            "first."
+        )
+    options = unit.options
+    if not options.reduces or options.defers or options.manual or not options.last_backward:
+        raise StateError(
+            f"grad(): unit '{unit.name}' does not set gradients in this backward. Call it outside of accumulate(), with "
+            "set_is_last_backward(True), and without manual finalization."
+        )
 
 
 _SHOWN = 4  # maximum number of names in an error

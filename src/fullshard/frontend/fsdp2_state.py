@@ -150,12 +150,12 @@ class UnitView(_View):
 
 def units_below(unit: Unit) -> Iterator[Unit]:
     """Yield the units at and below the modules of `unit`, each once."""
-    seen: set[int] = set()
+    seen: set[Unit] = set()
     for root in unit.modules:
         for module in root.modules():
             inner = unit_of(module)
-            if inner is not None and inner.number not in seen:
-                seen.add(inner.number)
+            if inner is not None and inner not in seen:
+                seen.add(inner)
                 yield inner
 
 

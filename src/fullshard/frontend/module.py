@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -644,12 +644,14 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if it has no `wait()`, or the mesh is on the CPU, which has no streams.
             StateError: if there is no unit at or below this module.
         """
-        unit = any_unit(self)
-        if unit.runtime.communicator.async_device is None:
+        communicators = [runtime.communicator for runtime, _ in _units_by_runtime(self)]
+        if all(communicator.async_device is None for communicator in communicators):
             raise ValueError("set_post_optim_event got an event, but the mesh is on the CPU, which has no streams.")
         if not callable(getattr(event, "wait", None)):
             raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}.")
-        unit.runtime.communicator.next_event = event
+        for communicator in communicators:
+            if communicator.async_device is not None:
+                communicator.next_event = event
 
     def reset_iter_state(self) -> None:
         """Reset the state of a step that an exception interrupted, and discard all of its gradients.
@@ -798,7 +800,12 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
     ignored = list(lint.ignored_slots(unit))
     gradients = _taken_gradients(unit)
-    yield
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in gradients:
+            parameter.sharded.grad = gradient
+        raise
     for parameter, had in zip(unit.parameters, attributes):  # torch swaps the contents of DTensors, attributes included
         for key, value in had.items():
             parameter.sharded.__dict__.setdefault(key, value)
@@ -940,7 +947,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register.")
-    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+    if any(
+        is_late(method) for is_late in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    ):
         raise ValueError(
             f"{type(module).__name__}.{method_name} cannot be registered: it is a generator or coroutine, whose body runs "
             "after the call has returned. Call it inside `with model.resident():` instead."
@@ -989,7 +998,7 @@ def undo(module: M) -> M:
 
 @contextmanager
 def counting(module: nn.Module) -> Iterator[list[Message]]:
-    """Record the collectives and copies that the runtime of `module` starts inside the block, in order.
+    """Record the collectives and copies that the runtimes of `module` start inside the block, in order.
 
     Args:
         module: a sharded module, or a module that contains sharded modules.
@@ -1005,7 +1014,10 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
         ...     model(batch).sum().backward()
         >>> sum(message.nbytes for message in messages if message.kind == "all_gather")       # doctest: +SKIP
     """
-    with any_unit(module).runtime.communicator.traffic.counting() as messages:
+    messages: list[Message] = []
+    with ExitStack() as counters:
+        for runtime, _ in _units_by_runtime(module):
+            counters.enter_context(runtime.communicator.traffic.counting(messages))
         yield messages
 
 

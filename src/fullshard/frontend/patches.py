@@ -24,12 +24,19 @@ _lock = Lock()
 
 
 def install() -> None:
-    """Make the changes, unless they are made already."""
-    if _undo:
-        return
+    """Make the changes, unless they are made already: all of them or, if one raises, none."""
     with _lock:
-        if not _undo:
-            _undo.extend([installer() for installer in _INSTALLERS.values()])
+        if _undo:
+            return
+        made: list[_torch.Undo] = []
+        try:
+            for installer in _INSTALLERS.values():
+                made.append(installer())
+        except BaseException:
+            for undo in reversed(made):
+                undo()
+            raise
+        _undo.extend(made)
 
 
 def are_installed() -> bool:
@@ -45,7 +52,9 @@ def are_needed() -> bool:
 def uninstall() -> None:
     """Undo the changes, in reverse order, unless they are needed. The next `fully_shard()` makes them again."""
     with _lock:
-        while _undo and not are_needed():
+        if are_needed():
+            return
+        while _undo:
             _undo.pop()()
 
 

@@ -62,13 +62,16 @@ class StepOrder:
         self._put: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # group, key, list before, list now
         self._optimizer_hooks: list[Any] = []
 
-    def enter(self, optimizer: Optimizer) -> None:
-        """Put the parameters of each group into the order for the step."""
+    def enter(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
+        """Put the parameters of each group into the order for the step.
+
+        `has_closure`: whether the step calls a closure first, which makes the gradients of all trainable parameters.
+        """
         if not self._shares:
             return
         for group in optimizer.param_groups:
             members = group["params"]
-            order = self._order(members)
+            order = self._order(members, has_closure)
             if order is None:
                 continue
             for key in ("params", "param_names"):
@@ -98,19 +101,20 @@ class StepOrder:
         if not any(isinstance(key, str) for group in state_dict["param_groups"] for key in group["params"]):
             self.leave()
 
-    def _order(self, members: list[Any]) -> list[int] | None:
+    def _order(self, members: list[Any], has_closure: bool) -> list[int] | None:
         """Return the indices of `members` in the order for the step; None if they are in order already."""
+        steps = [one.grad is not None or (has_closure and one.requires_grad) for one in members]
         # (share, index) of the parameter to be the last one, for each dtype, since kernels get one list per dtype.
         last: dict[torch.dtype, tuple[float, int]] = {}
         for index, parameter in enumerate(members):
-            if parameter.grad is not None:
+            if steps[index]:
                 share = self._shares.get(id(parameter), 1.0)
                 last[parameter.dtype] = max(last.get(parameter.dtype, (share, index)), (share, index))
 
         def place(index: int) -> tuple[int, bool]:
             """Return the sort key: parameters after the one to be last move to just before it."""
             _, end = last.get(members[index].dtype, (0, len(members)))
-            return (end, False) if index > end and members[index].grad is not None else (index, True)
+            return (end, False) if index > end and steps[index] else (index, True)
 
         order = sorted(range(len(members)), key=place)
         return None if order == list(range(len(members))) else order

@@ -86,6 +86,11 @@ class LocalStep:
             self._momenta.append((cached.parameters, lists[0], listed_anew))
         return cached.result
 
+    def begin_step(self, optimizer: optim.Optimizer) -> None:
+        """Finish the step before, if it raised: its momentum buffers are those that it computed, as in torch."""
+        if self._momenta:
+            self.end_step(optimizer, (), {})
+
     def end_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Move the momentum buffers of SGD from the local tensors to the parameters at the end of a step."""
         momenta, self._momenta = self._momenta, []

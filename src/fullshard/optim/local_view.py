@@ -169,6 +169,8 @@ class _LocalView:
         for listed in members:
             for parameter in logical_parameters(listed):
                 plain = nn.Parameter(_nonempty(parameter.local.detach()), requires_grad=parameter.requires_grad)
+                if parameter.grad_dtype.explicit:
+                    _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
                 self._plain_params.append((parameter, parameter.local, plain))
         plain_of = {id(parameter.sharded): plain for parameter, _, plain in self._plain_params}
         self._groups = [list(listed) for listed in members]

@@ -16,6 +16,7 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     back_references,
+    full_tensor,
     gather_after_step,
     is_ignored,
     logical_parameters,
@@ -70,7 +71,7 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
         return value
     logical = next(iter(logical_parameters([replacement])), None)
     if logical is None:  # after undo(), which is collective as well
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return full_tensor(value) if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
         return logical.dtensor_like_shard(
             logical.sharding.rows_of(value, name=logical.name, what="the optimizer state").clone()
@@ -142,6 +143,8 @@ class _OptimizerCache:
         cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
         if cache is not None and cache.order is not None:
             cache.order.leave()  # restore the order after a step that raised
+        if cache is None and isinstance(optimizer, torch.optim.SGD):
+            optimizer.register_state_dict_pre_hook(_finish_step)
         if cache is None or not cache.is_current(optimizer.param_groups):
             rebind(optimizer)
             cache = optimizer.__dict__[_CACHE] = cls(optimizer, cache)
@@ -165,6 +168,13 @@ class _OptimizerCache:
         return [parameter for reference in self._sharded if (parameter := reference()) is not None]
 
 
+def _finish_step(optimizer: torch.optim.Optimizer) -> None:
+    """Finish a step of SGD that raised, before a state dict is made: its momentum buffers are under local tensors."""
+    cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
+    if cache is not None and cache.lister is not None:
+        cache.lister.begin_step(optimizer)
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     cache = _OptimizerCache.of(optimizer)
     if optimizer not in _SEEN:
@@ -177,13 +187,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         use_plain_dtensor([parameter.sharded for parameter in sharded])
         if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
-            cache.order.enter(optimizer)
+            cache.order.enter(optimizer, has_closure=bool(kwargs.get("closure") or args[1:]))
     splits = splits_of(optimizer)
     if splits is not None:
         splits.check_sharded(f"{type(optimizer).__name__}.step()")
-    if isinstance(cache.lister, MuonStep):
-        cache.lister.begin_step(optimizer)
     if cache.lister is not None:
+        cache.lister.begin_step(optimizer)
         _torch.have_listed_by(optimizer, cache.lister, cache.lister.end_step)
 
 

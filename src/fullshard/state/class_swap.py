@@ -74,7 +74,7 @@ class ParameterSnapshot:
     name: str  # qualified within its unit
     slots: list[tuple[nn.Module, str]]  # modules and attribute names it is registered under
     sharding: ParamSharding  # how it is sharded
-    shard: nn.Parameter  # this rank's shard, a plain local tensor
+    shard: nn.Parameter  # a copy of the sharded parameter
     attributes: dict[str, Any]  # attributes that the user set on the parameter
     keeps_dtype: bool  # True if it is all-gathered in its own dtype, whatever the policy
     grad_dtype: GradDtype  # dtype of its `.grad`

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import Agreement, ShardedParameter, is_marked, mark_tensor, replace_rows, units_of
+from fullshard.core import (
+    Agreement,
+    ShardAxis,
+    ShardedParameter,
+    Unit,
+    is_marked,
+    mark_tensor,
+    replace_rows,
+    resolve_mesh,
+    units_of,
+)
 from fullshard.errors import StateError
 
 Init = Callable[[nn.Module], object]
@@ -25,14 +35,16 @@ def materialize(
     """Allocate and initialize a sharded model that was built under `torch.device("meta")`, in place. Collective.
 
     For one module at a time, children first, it allocates the unsharded parameters and buffers, calls `init`, and keeps this
-    rank's shards. So the peak is the unsharded memory of one module. All ranks draw random numbers from one seed, so the
-    weights are equal for every number of ranks. The random generators of the caller are not advanced.
+    rank's shards. So the peak is the unsharded memory of one module. All ranks of the model, tensor-parallel ranks included,
+    draw random numbers from one seed, so the weights are equal for every number of ranks. Inside `init` the random generators
+    are seeded, and restored afterwards.
 
     Args:
         model: a sharded module, or a module that contains sharded modules.
         device: device of the computation; None is the device of the mesh. With `CPUOffloadPolicy` the shards move to the host.
         init: called with each module that has parameters or buffers on meta; None calls `reset_parameters()` of the module.
-        seed: seed of the random numbers; None draws a seed on rank 0 of the model's mesh from torch's generator.
+        seed: seed of the random numbers; None draws one number from torch's generator on each rank, and takes that of rank 0 of
+            the model's mesh.
 
     Returns:
         `model`.
@@ -55,7 +67,7 @@ def materialize(
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device
     if seed is None:
-        seed = common_seed(units[0].agreement("materialize()"))
+        seed = common_seed(units[0].agreement("materialize()"), _other_axes(units))
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
@@ -70,6 +82,20 @@ def materialize(
     for unit in units:
         unit.refresh()
     return model
+
+
+def _other_axes(units: Sequence[Unit]) -> list[ShardAxis]:
+    """Return the axes of all units but the first, and the tensor-parallel axes of their parameters, each once."""
+    found: dict[object, ShardAxis] = {}
+    for unit in units:
+        found.setdefault(unit.axis.key, unit.axis)
+        for parameter in unit.parameters:
+            mesh = parameter.sharding.mesh
+            for index in parameter.sharding.tensor_parallel_axes:
+                if mesh.size(index) > 1 and mesh.mesh_dim_names is not None:
+                    axis = resolve_mesh(mesh[mesh.mesh_dim_names[index]])
+                    found.setdefault(axis.key, axis)
+    return [axis for key, axis in found.items() if key != units[0].axis.key]
 
 
 def _children_first(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -192,13 +218,21 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
     # fork_rng always restores the CPU's generator. It takes a device type even for an empty list of devices.
     devices = [] if device.type == "cpu" else [device]
     with _GENERATOR_LOCK, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
+        if devices:
+            torch.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)  # not those of accelerators, which fork_rng does not restore
         yield
 
 
-def common_seed(agreement: Agreement) -> int:
-    """Draw a seed on the first rank and broadcast it to all ranks. Collective."""
-    return int(agreement.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64)).item())
+def common_seed(agreement: Agreement, others: Sequence[ShardAxis] = ()) -> int:
+    """Draw a seed on the first rank and broadcast it to all ranks. Collective. `others`: more axes whose ranks get it, too."""
+    seed = agreement.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64))
+    for _ in range(2 if others else 0):  # the first pass may bring another seed to ranks that the first agreement connects
+        for axis in others:
+            seed = agreement.on_axis(axis).from_first_rank(seed)
+        seed = agreement.from_first_rank(seed)
+    return int(seed.item())
 
 
 __all__ = ["common_seed", "materialize", "seeded"]
