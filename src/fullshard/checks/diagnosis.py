@@ -160,7 +160,7 @@ _ADVICE_ON_UNITS = (
 )
 _ADVICE_ON_WRITES = (
     "All ranks must make the same optimizer steps, loads and writes to their shards. Make them on all ranks, or change full "
-    "parameters in fullshard.full_params()."
+    "parameters in fullshard.full_params(). Register hooks on parameters on all ranks or on none."
 )
 # texts of steps and writes, such as "mul_() of 'weight' of 'layers.0'"
 _WRITES = re.compile(r"\.step\(\) of |load_state_dict\(\)|\w+\(\) of '[^']*' of '|assignment to|added to the gradients")

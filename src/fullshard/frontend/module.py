@@ -974,7 +974,8 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
 def undo(module: M) -> M:
     """Undo `fully_shard`: make a plain module with unsharded parameters, in place and on every rank. Collective.
 
-    Parameters keep their gradients, attributes, hooks, ties and `requires_grad`. Optimizers follow them.
+    Parameters keep their gradients, attributes, hooks, ties and `requires_grad`. Optimizers follow them. A unit of several
+    modules is undone as a whole, also if some of them are outside of `module`.
 
     Args:
         module: a sharded module, or a module that contains sharded modules.

@@ -37,7 +37,8 @@ def full_params(
         rank0_only: True gives unsharded parameters to rank 0 of each mesh only; the other ranks keep their shards. It requires
             `write=False`.
         grads: True sets `.grad` of the parameters to their unsharded, averaged gradients.
-        dtype: dtype of the unsharded parameters; None is the storage dtype of the shards.
+        dtype: dtype of the unsharded parameters; None is the storage dtype of the shards. A narrower one rounds the shards when
+            the values are copied back, also those that nobody wrote: pass `write=False` to read.
         device: device of the unsharded parameters; None is the device of the shards.
 
     Yields:
