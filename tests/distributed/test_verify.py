@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import NamedTuple
 
 import expecttest
 import pytest
@@ -98,3 +101,31 @@ def test_the_command_says_so_and_exits_with_it(tmp_path: Path) -> None:
         done = command_line("verify", f"mine:{name}", cwd=tmp_path)
         assert done.returncode == code, done.stderr
         assert said in done.stdout
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class OfPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + y)
+
+
+def test_a_named_tuple_is_a_batch() -> None:
+    assert verify(OfPair, Pair(torch.ones(2, 2), torch.ones(2, 2)), 2)
+
+
+def test_a_process_that_dies_is_told() -> None:
+    def build() -> nn.Module:
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return OfPair()
+
+    with pytest.raises(RuntimeError, match="rank 1 ---\nThe process ended with exit code -9"):
+        verify(build, Pair(torch.ones(2, 2), torch.ones(2, 2)), 2)

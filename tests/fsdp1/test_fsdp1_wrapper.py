@@ -48,6 +48,7 @@ from fullshard.compat import (
     StateDictType,
 )
 from fullshard.compat import FullyShardedDataParallel as FSDP
+from fullshard.fsdp1 import state_dicts
 from fullshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -1615,3 +1616,92 @@ def test_one_replica_whose_optimizer_differs_is_named_on_all_ranks(world: World,
     )
     optimizer.param_groups[0]["lr"] = 0.25
     assert FSDP.optim_state_dict(sharded, optimizer)["param_groups"][0]["lr"] == 0.25
+
+
+# --- what a search for faults found --------------------------------------------------------------------------------------
+
+
+class WithScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum() + (x * self.scale).sum()
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@ranks(2)
+def test_a_communication_hook_leaves_scalars_averaged(world: World, strategy: ShardingStrategy) -> None:
+    """The hook replaces the reduce-scatter, in which scalars have no part; they were summed."""
+    sharded = FSDP(WithScalar(), sharding_strategy=strategy, use_orig_params=True)
+    hook = default_hooks.allreduce_hook if strategy is ShardingStrategy.NO_SHARD else default_hooks.reduce_scatter_hook
+    sharded.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), hook)
+    sharded(torch.tensor([1.0 + world.rank])).backward()
+    gradients = {name.rpartition(".")[2]: full(parameter.grad) for name, parameter in sharded.named_parameters()}
+    assert gradients["scale"].item() == 1.5 and gradients["weight"].unique().tolist() == [1.5]
+
+
+class TiedSiblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@ranks(2)
+def test_modules_that_share_a_parameter_are_synchronised(world: World, on_meta: bool) -> None:
+    """The second wrapper broadcast the parameter that the first one had sharded, or the one on meta of before."""
+    torch.manual_seed(world.rank)
+    with torch.device("meta" if on_meta and world.rank else "cpu"):
+        model = TiedSiblings()
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, (nn.Embedding, nn.Linear)))
+    sharded = FSDP(model, auto_wrap_policy=policy, sync_module_states=True, use_orig_params=True)
+    outs = [torch.empty(3, 6) for _ in range(2)]
+    dist.all_gather(outs, sharded(torch.arange(3)).detach())
+    assert torch.equal(*outs) and outs[0].isfinite().all()
+
+
+@ranks(1)
+def test_a_buffer_of_several_wrappers_keeps_its_dtype_in_state_dicts(world: World) -> None:
+    class Rotary(nn.Module):
+        def __init__(self, table: Tensor) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("table", table)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    table = torch.arange(4.0)
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Rotary))
+    mixed = MixedPrecision(buffer_dtype=torch.bfloat16)
+    sharded = FSDP(nn.Sequential(Rotary(table), Rotary(table)), auto_wrap_policy=policy, mixed_precision=mixed)
+    tables = {name: value for name, value in sharded.state_dict().items() if "table" in name}
+    assert len(tables) == 2 and all(value.dtype is torch.float32 for value in tables.values())
+
+
+@ranks(1)
+def test_a_copy_prefetches_as_the_wrapper_does(world: World) -> None:
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block))
+    sharded = FSDP(Stack(), auto_wrap_policy=policy, backward_prefetch=None)
+    for model in (sharded, copy.deepcopy(sharded)):
+        assert all(wrapper.unit.record.next_backward == () for wrapper in FSDP.fsdp_modules(model))
+
+
+@ranks(2)
+def test_a_destination_keeps_what_the_caller_had_in_it(world: World) -> None:
+    sharded = FSDP(nn.Linear(4, 4))
+    with FSDP.state_dict_type(sharded, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        found = sharded.state_dict(destination={"other": torch.ones(1)})
+    assert "other" in found and ("weight" in found) is (world.rank == 0)
+
+
+def test_settings_are_compared_by_their_value_wherever_they_are() -> None:
+    text = state_dicts._setting_text
+    assert text((torch.tensor(0.001), 2)) == text((torch.tensor(0.001, device="cpu"), 2))
+    assert text(torch.tensor(0.001)) != text(torch.tensor(0.00100001))

@@ -292,8 +292,9 @@ class Records:
 
     def publish_announcement(self) -> None:
         """Publish the announcement. One request."""
-        hello, self._announcement = self._announcement, {}
-        self._store.publish(hello)
+        sent = dict(self._announcement)
+        self._store.publish(sent)
+        self._forget_announced(sent)
 
     @property
     def has_announcement(self) -> bool:
@@ -321,10 +322,15 @@ class Records:
 
     def publish(self, records: dict[str, bytes]) -> None:
         """Publish records. One request, if there are any."""
-        self._announcement = {}
         if records:
             self._store.publish(records)
             self._published.update(records)
+        self._forget_announced(records)
+
+    def _forget_announced(self, sent: dict[str, bytes]) -> None:
+        """Forget announcements that were sent. Those of a request that raised are sent again."""
+        known = {**self._published, **sent}
+        self._announcement = {key: record for key, record in self._announcement.items() if known.get(key) != record}
 
     def publish_needs(self, log: CollectiveLog, needs: object) -> None:
         """Publish the messages of a closed log that this rank still waits for."""

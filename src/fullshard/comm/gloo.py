@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -162,11 +163,12 @@ class P2PChannel:
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
         """Return the one channel of a process group."""
         name = _torch.group_name(group)
-        found = _CHANNELS.get(name)
-        if found is None or not found.carries(group):
-            if found is not None:  # its group was destroyed, and a new group has the same name
-                found.release()
-            found = _CHANNELS[name] = cls(group)
+        with _MAKING:
+            found = _CHANNELS.get(name)
+            if found is None or not found.carries(group):
+                if found is not None:  # its group was destroyed, and a new group has the same name
+                    found.release()
+                found = _CHANNELS[name] = cls(group)
         return found
 
     def carries(self, group: dist.ProcessGroup) -> bool:
@@ -246,6 +248,7 @@ class P2PChannel:
 
 
 _CHANNELS: dict[str, P2PChannel] = {}
+_MAKING = threading.Lock()
 
 
 @on_release

@@ -58,8 +58,9 @@ def release() -> None:
     """
     with _RELEASING:  # the watchdog's thread and a thread that creates groups may find the same destroyed group
         for key, one in list(_HELD.items()):
-            if one.release():
-                del _HELD[key]
+            if not one.is_released and not _torch.is_alive(one.group):
+                del _HELD[key]  # first: once the group is dropped, another one may get its id
+                one.release()
         for then in _THEN:
             then()
 

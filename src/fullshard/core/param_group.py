@@ -42,6 +42,7 @@ class ParamGroup:
         reduction: layout of the gradients in the reduce-scatter inputs; fixed unless the reduce dtype is widened.
         scatter: the same for the second of two hops, over the replicas; None with one hop.
         two_hops: whether the flat shard is divided over the replicas as well, so that all-gathers have a hop over them first.
+        is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
         installed: whether the unsharded parameters are registered on the modules.
     """
@@ -72,7 +73,8 @@ class ParamGroup:
         """
         self.parameters, self.fingerprints = parameters, fingerprints
         self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
-        self.two_hops = parameters[0].sharding.axis.hybrid is not None
+        axis = parameters[0].sharding.axis
+        self.two_hops, self.is_replicated = axis.hybrid is not None, axis.is_replicated
         self.layout, self.shard_layout = self._plan_layouts()
         self.shard = self._bind(values, unwritten)
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()

@@ -31,6 +31,8 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars, which it never sees, are divided as usual.
+    custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
     # All-reduce hook, called with this rank's reduced shard after the last collective, before the division that is left for
@@ -60,7 +62,8 @@ class ReductionFactors:
         bits of the mantissa are lost.
         """
         replicas = group.collectives.replicate
-        divide = options.divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
+        divide = None if options.custom_averages and group.is_replicated else options.divide
+        divide = divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
         half = group.dtypes.reduce is torch.float16
         before = 2.0 ** ceil(log2(divide) / 2) if half and divide > 1 else 1.0
         deferred = replicas is not None and defer

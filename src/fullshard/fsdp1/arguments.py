@@ -25,7 +25,9 @@ from fullshard.core import (
     check_names,
     clean_name,
     collect,
+    logical_parameters,
     on_release,
+    replacement_of,
     resolve_mesh,
     subgroup_of,
     unit_of,
@@ -296,7 +298,8 @@ def mesh_of(given: FSDP1Arguments, device_type: str) -> DeviceMesh:
     strategy, groups, mesh = given.strategy, given.process_group, given.device_mesh
     how = "hybrid" if strategy in HYBRID else "none" if strategy is ShardingStrategy.NO_SHARD else "shard"
     owner = mesh if mesh is not None else groups if groups is not None else dist.group.WORLD
-    key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), how, device_type)
+    nodes = _node_shape(device_type) if how == "hybrid" and mesh is None and groups is None else None
+    key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), how, device_type, nodes)
     if key not in _MESHES:
         _MESHES[key] = owner, _new_mesh(how, groups, mesh, device_type)
     return _MESHES[key][1]
@@ -354,8 +357,11 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
     Raises ValueError on every rank if only some ranks have the module on the meta device, without `sync_module_states`.
     """
     # A parameter may be tied to one that an earlier wrapper has materialized. Use that one, so that they stay tied.
-    for ref in managed.refs:
-        _install(ref, ref.parameter.__dict__.get(_MATERIALIZED))
+    known = [ref.parameter.__dict__.get(_MATERIALIZED) for ref in managed.refs]
+    for ref, parameter in zip(managed.refs, known):
+        _install(ref, parameter)
+    if any(parameter is not None for parameter in known):
+        _collect_again(managed, given)
     shared = _shared_buffers(managed)
     waiting = [module for module in managed.modules if _on_meta(module, given)]
     device = _torch.device_of(mesh.device_type)
@@ -383,8 +389,21 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
             advice="Build the same module on all ranks.",
         )
     if given.sync:
-        tensors = [ref.parameter for ref in managed.refs] + [buffer for _, _, buffer in managed.buffers]
+        tensors = [ref.parameter for ref in _own_refs(managed)] + [buffer for _, _, buffer in managed.buffers]
         ranks.broadcast(tensor.detach() for tensor in tensors)
+
+
+def _own_refs(managed: ManagedTensors) -> list[ParamRef]:
+    """Return the parameters that no earlier wrapper has sharded; it has broadcast the others."""
+    return [
+        ref for ref in managed.refs if replacement_of(ref.parameter) is None and not logical_parameters([ref.parameter])
+    ]
+
+
+def _collect_again(managed: ManagedTensors, given: FSDP1Arguments) -> None:
+    """Update `managed` to the tensors that replaced those of before."""
+    fresh = collect([managed.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
+    managed.refs[:], managed.buffers[:] = fresh.refs, fresh.buffers
 
 
 def _initialize(
@@ -416,17 +435,17 @@ def _initialize(
     for (module, name), *others in shared:
         for other, alias in others:
             _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
-    fresh = collect([managed.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-    managed.refs[:], managed.buffers[:] = fresh.refs, fresh.buffers
+    _collect_again(managed, given)
 
 
 def _layout(managed: ManagedTensors) -> ComparedValues:
     """Return the shape and dtype of each tensor to broadcast, by name; these must be equal on all ranks."""
-    named = [(ref.name, ref.parameter) for ref in managed.refs] + [(name, buffer) for name, _, buffer in managed.buffers]
+    named = [(ref.name, ref.parameter) for ref in _own_refs(managed)] + [(name, buffer) for name, _, buffer in managed.buffers]
     return {name: {"is": f"(shape {tuple(tensor.shape)}, {tensor.dtype})"} for name, tensor in named}
 
 
 _MATERIALIZED = "_fullshard_materialized"  # attribute of a meta parameter: the parameter that replaced it
+_ORIGINAL_DTYPE = "_fullshard_original_dtype"  # attribute of a buffer that a wrapper has cast: its dtype before
 
 
 def _install(ref: ParamRef, parameter: nn.Parameter | None) -> None:
@@ -496,7 +515,8 @@ def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Argumen
     before: dict[int, torch.dtype] = {}
     for _, slot, buffer in managed.buffers:
         if buffer.is_floating_point() and id(slot.module) not in ignored_ids:
-            before[id(buffer)] = buffer.dtype
+            # Kept with the buffer, since several wrappers may share it, and the first one casts it.
+            before[id(buffer)] = buffer.__dict__.setdefault(_ORIGINAL_DTYPE, buffer.dtype)
             buffer.data = buffer.data.to(dtype)
     return {
         clean_name(name): before[id(buffer)]

@@ -87,7 +87,8 @@ def groups_of(
     return [listed]
 
 
-def _named(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[list[str]]:
+def names_in_groups(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[list[str]]:
+    """Return the names of the parameters in groups of an optimizer. Raise ValueError for one that is not in the model."""
     known = names_of(model)
     for parameter in (parameter for group in groups for parameter in group):
         if id(parameter) not in known:
@@ -110,7 +111,7 @@ class _OptimizerState:
         """Return the values that must be equal on all ranks: parameters, shapes of their states, and numeric settings."""
         found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": self.state_format.kind.name}}
         for entry in self.settings or ():
-            own = {key: str(value) for key, value in entry.items() if _is_setting(value)}
+            own = {key: _setting_text(value) for key, value in entry.items() if _is_setting(value)}
             for name in entry["params"]:
                 found.setdefault(name, {}).update(own)
         for name, values in self.state.items():
@@ -126,6 +127,13 @@ def _is_setting(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
+def _setting_text(value: Any) -> str:
+    """Return a setting as text: a tensor by its exact value, whatever its device."""
+    if isinstance(value, (tuple, list)):
+        return str(tuple(map(_setting_text, value)))
+    return repr(value.item()) if isinstance(value, Tensor) else str(value)
+
+
 def _kind(value: Any) -> str:
     """Describe a state value by the properties that must be equal on all ranks."""
     if not isinstance(value, Tensor):
@@ -138,7 +146,7 @@ def _collect_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any] | None, state_format: StateDictFormat
 ) -> _OptimizerState:
     groups = groups_of(model, optimizer)
-    names = _named(model, groups)
+    names = names_in_groups(model, groups)
     flat = [name for own in names for name in own]
     parameters = {name: parameter for own, group in zip(names, groups) for name, parameter in zip(own, group)}
     source = optimizer.state_dict() if given is None else given
@@ -309,7 +317,7 @@ def _prepare_to_load(
     model: nn.Module, given: dict[str, Any], groups: Sequence[Sequence[Tensor]], *, local: bool
 ) -> _LoadedState:
     saved = _with_clean_names(given)
-    names = _named(model, groups)
+    names = names_in_groups(model, groups)
     parameters = {name: parameter for group, own in zip(groups, names) for parameter, name in zip(group, own)}
     unknown = [key for key, values in saved["state"].items() if key not in parameters and isinstance(values, dict)]
     if unknown:

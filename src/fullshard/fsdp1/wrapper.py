@@ -254,11 +254,14 @@ class FullyShardedDataParallel(nn.Module):
             # fully_shard() changes the class of a module. FSDP1 does not: there only the wrapper has the interface.
             for sharded in unit.modules:
                 sharded.__class__ = plain_class(type(sharded))
-            if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
-                unit.record.next_backward = ()  # nothing to prefetch in backward
+            self._apply_prefetch(unit)
         self.register_state_dict_post_hook(_state_dict_post_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
         self.register_load_state_dict_post_hook(_load_state_dict_post_hook)
+
+    def _apply_prefetch(self, unit: Unit) -> None:
+        if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
+            unit.record.next_backward = ()  # nothing to prefetch in backward
 
     def _wrap_submodules(
         self, module: nn.Module, given: FSDP1Arguments, policy: Any, mesh: DeviceMesh, options: dict[str, Any]
@@ -658,10 +661,12 @@ class FullyShardedDataParallel(nn.Module):
             unit.check_idle(doing="register_comm_hook()")
             unit.check_delivered(doing="register_comm_hook()")
         for wrapper, unit in wrappers:
-            # The hook itself averages, so the unit must not divide by the number of ranks as well.
-            unit.configure(reduce=replace(unit.options.reduce, divide=1.0))
+            # The hook itself averages, so the unit must not divide by the number of ranks as well. The hook replaces the
+            # reduce-scatter, in which scalars have no part; under NO_SHARD it replaces the all-reduce, which they have.
+            replicates = wrapper._strategy is ShardingStrategy.NO_SHARD
+            unit.configure(reduce=replace(unit.options.reduce, divide=1.0, custom_averages=not replicates))
             changes: dict[str, Any] = {"reduce_scatter": _HookReduceScatter(state, hook)}
-            if wrapper._strategy is ShardingStrategy.NO_SHARD:
+            if replicates:
                 hooked = _HookedCollectivesFactory(unit.axis.device.type, partial(hook, state))
                 changes = {"comm": replace(unit.options.comm, collectives=hooked)}
             unit.reconfigure(doing="register_comm_hook()", **changes)
@@ -992,11 +997,10 @@ class FullyShardedDataParallel(nn.Module):
             The state with the keys of `optim_state_key_type`.
 
         Raises:
-            ValueError: for a key that is neither a name nor a position of a parameter.
+            ValueError: for a key that is neither a name nor a position of a parameter, or a parameter that is not in the model.
         """
-        known = state_dicts.names_of(model)
-        flat = [known[id(p)] for group in state_dicts.groups_of(model, optim, optim_input) for p in group]
-        return state_dicts.rekey(optim_state_dict, optim_state_key_type, flat)
+        named = state_dicts.names_in_groups(model, state_dicts.groups_of(model, optim, optim_input))
+        return state_dicts.rekey(optim_state_dict, optim_state_key_type, [name for group in named for name in group])
 
 
 FSDP = FullyShardedDataParallel
@@ -1084,7 +1088,11 @@ def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
 
 
 def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.from_snapshot(parts, sharded_class, UnitView)
+    copied = class_swap.from_snapshot(parts, sharded_class, UnitView)
+    for wrapper in FullyShardedDataParallel.fsdp_modules(copied):
+        if wrapper.unit is not None:
+            wrapper._apply_prefetch(wrapper.unit)
+    return copied
 
 
 _UNIT_METHODS: dict[str, Any] = {
@@ -1170,7 +1178,8 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
         )
     keep = state_format.keeps(first=_is_first_rank(module, None))
     dtypes = module._buffer_dtypes
-    for key in [key for key in state_dict if key.startswith(prefix)]:
+    # What the wrapped module has just written, and no entries that a `destination` of the caller had before.
+    for key in [key for key in state_dict if key.startswith(f"{prefix}_fsdp_wrapped_module.")]:
         value = state_dict.pop(key)
         name = clean_name(key[len(prefix) :])
         if name in dtypes and isinstance(value, Tensor) and state_format.kind is not state_dicts.LOCAL:

@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -222,7 +223,10 @@ def _to_device(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: _to_device(item, device) for key, item in value.items()}
-    return type(value)(_to_device(item, device) for item in value) if isinstance(value, (tuple, list)) else value
+    if not isinstance(value, (tuple, list)):
+        return value
+    items = [_to_device(item, device) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
 
 
 def _first_difference(mine: Difference | None) -> Difference | None:
@@ -253,7 +257,7 @@ def _run_on_processes(program: _Program, ranks: int) -> Verdict:
         processes = [context.Process(target=_run_rank, args=(rank, ranks, program, store, results)) for rank in range(ranks)]
         for process in processes:
             process.start()
-        results_of_ranks = [results.get() for _ in processes]
+        results_of_ranks = _results_of(processes, results)
         for process in processes:
             process.join()
     failed = [
@@ -262,6 +266,20 @@ def _run_on_processes(program: _Program, ranks: int) -> Verdict:
     if failed:
         raise RuntimeError("verify() raised on some ranks:\n" + "\n".join(failed))
     return next(verdict for _, verdict, _ in results_of_ranks)
+
+
+def _results_of(processes: list[Any], results: Any) -> list[tuple[int, Any, str | None]]:
+    """Return (rank, verdict, text of its error) of each process, also of one that ended without saying so, as by a signal."""
+    found: dict[int, tuple[int, Any, str | None]] = {}
+    while len(found) < len(processes):
+        connection.wait([results._reader, *(process.sentinel for rank, process in enumerate(processes) if rank not in found)])
+        ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]  # before the queue is read
+        while not results.empty():
+            rank, verdict, text = results.get()
+            found[rank] = rank, verdict, text
+        for rank in ended:
+            found.setdefault(rank, (rank, None, f"The process ended with exit code {processes[rank].exitcode}."))
+    return [found[rank] for rank in range(len(processes))]
 
 
 def verify_arguments(factory: Callable[[], object]) -> dict[str, Any]:
