@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -187,3 +188,22 @@ def test_averages_refuse_a_model_that_changed_and_updates_of_themselves(world: W
     fullshard.undo(model)
     with pytest.raises(fullshard.StateError, match=r"undo\(\) was called since\. Create a new EMA"):
         ema.update()
+
+
+@ranks(1)
+def test_a_swap_that_runs_out_of_memory_changes_nothing(world: World) -> None:
+    """It overwrote one weight after the other, and lost those before the copy that failed."""
+    model = filled(world, "rows")
+    ema = fullshard.EMA(model, 0.9)
+    write(model, 1)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    clone, calls = Tensor.clone, iter(range(100))
+
+    def fails(self: Tensor, **options: Any) -> Tensor:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("none left")
+        return clone(self, **options)
+
+    with mock.patch.object(Tensor, "clone", fails), pytest.raises(torch.OutOfMemoryError), ema.swapped():
+        pass
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))

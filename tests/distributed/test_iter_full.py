@@ -213,3 +213,16 @@ def test_a_step_inside_of_a_bucket_is_told_and_averages_do_not_mind_it(world: Wo
     next(stream)
     optimizer.step()
     list(stream)
+
+
+@ranks(2)
+def test_a_load_in_the_middle_is_told(world: World) -> None:
+    """Reads into memory increase no version counter, so the iteration went on with tensors of two models."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for module in (*model, model):
+        fullshard.fully_shard(module, mesh=world.mesh, sync="broadcast")
+    directory = world.folder("other")
+    fullshard.save_weights(model, directory)
+    with pytest.raises(fullshard.StateError, match="was written during iter_full"):
+        for _ in fullshard.iter_full(model, bucket_bytes=1, ahead=0):
+            fullshard.load_weights(model, directory)

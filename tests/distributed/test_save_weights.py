@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from checkpoints import CUTS, Net, check, check_told, contents, expected, loaded, noted, saved, sharded, values, written
 from harness import World, ranks
-from torch import nn
+from torch import Tensor, nn
 
 import fullshard
-from fullshard import load_weights, save_weights
+from fullshard import fully_shard, load_weights, save_weights
 from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
 
 
@@ -235,3 +235,43 @@ def test_a_state_dict_of_what_a_load_left_without_values_is_said(world: World) -
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.state_dict()
+
+
+@ranks(1)
+def test_weights_of_another_name_stay(world: World) -> None:
+    """Names that begin alike were taken for shards of the checkpoint, and removed."""
+    directory, model = world.folder("names"), fully_shard(nn.Linear(4, 3), mesh=world.mesh)
+    for filename in ("model-ema.safetensors", "model.safetensors", "model-lora-v2.safetensors", "model.safetensors"):
+        save_weights(model, directory, filename=filename)
+    assert {"model-ema.safetensors", "model-lora-v2.safetensors", "model.safetensors"} <= set(os.listdir(directory))
+
+
+@ranks(1)
+def test_conjugated_and_negated_views_are_saved_as_they_are_read(world: World) -> None:
+    """Their memory has other values."""
+    model = fully_shard(nn.Linear(4, 3), mesh=world.mesh)
+    model.register_buffer("turned", torch.tensor([1 + 2j], dtype=torch.complex64).conj())
+    model.register_buffer("negated", torch._neg_view(torch.ones(3)))
+    directory = world.folder("views")
+    save_weights(model, directory)
+    found = read_back(directory)
+    assert found["turned"].tolist() == [1 - 2j] and found["negated"].tolist() == [-1.0] * 3
+
+
+def read_back(directory: Any) -> dict[str, Tensor]:
+    model = nn.Module()
+    model.register_buffer("turned", torch.zeros(1, dtype=torch.complex64))
+    model.register_buffer("negated", torch.zeros(3))
+    load_weights(model, directory, strict=False)
+    return dict(model.named_buffers())
+
+
+@ranks(2)
+def test_options_that_decide_about_messages_are_compared(world: World) -> None:
+    """Ranks with other buffers waited for messages that nobody sent."""
+    directory, model = world.folder("options"), fully_shard(nn.Linear(64, 64), mesh=world.mesh, sync="broadcast")
+    with pytest.raises(ValueError, match="or buffer_bytes, weights or background"):
+        save_weights(model, directory, buffer_bytes=1 << (16 + world.rank))
+    save_weights(model, directory)
+    with pytest.raises(ValueError, match="or buffer_bytes or replicas"):
+        load_weights(model, directory, buffer_bytes=1 << (16 + world.rank))

@@ -255,7 +255,7 @@ class Agreement(Ranks):
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
                 start = partial(dist.broadcast, message, source, group=group, async_op=True)
-                self._send(self.groups[group], group, [message], partial(_as_started, start))
+                self._send(self.groups[group], group, [moved], partial(_as_started, start))
             if moved is not mine:
                 mine.copy_(moved)
 

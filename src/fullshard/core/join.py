@@ -34,10 +34,12 @@ def join(unit: Unit) -> Tensor:
     has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)
     try:
         last = _run(unit, order, grad=grad, has_graph=has_graph, alone=alone)
-    except BaseException as failure:
-        runtime.recovery.note_interrupt(failure)
+    except Exception:
         if alone:  # a forward around this one would end the calls that have begun; else the next one would count as inside them
             runtime.recovery.abort_in_progress()
+        raise
+    except BaseException as interrupt:
+        runtime.recovery.note_interrupt(interrupt)
         raise
     runtime.reducer.poll()
     device = runtime.communicator.device

@@ -395,9 +395,7 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
 
 def _own_refs(managed: ManagedTensors) -> list[ParamRef]:
     """Return the parameters that no earlier wrapper has sharded; it has broadcast the others."""
-    return [
-        ref for ref in managed.refs if replacement_of(ref.parameter) is None and not logical_parameters([ref.parameter])
-    ]
+    return [ref for ref in managed.refs if replacement_of(ref.parameter) is None and not logical_parameters([ref.parameter])]
 
 
 def _collect_again(managed: ManagedTensors, given: FSDP1Arguments) -> None:

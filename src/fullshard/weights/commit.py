@@ -105,10 +105,11 @@ class Replacement:
         self._write_owner({"token": self.path.name, "finished": self._finished})
         os.mkdir(self.path)
         self._inode = os.stat(self.path).st_ino
+        free = shutil.disk_usage(self.path).free  # before the first file takes some of it
         for file in layout.files:
             descriptor = os.open(self.path / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                self._reserve(descriptor, file.nbytes, layout.nbytes)
+                self._reserve(descriptor, file.nbytes, layout.nbytes, free)
                 os.pwrite(descriptor, file.header, 0)
             finally:
                 os.close(descriptor)
@@ -150,13 +151,12 @@ class Replacement:
         os.pwrite(self._owner, text, 0)
         os.ftruncate(self._owner, len(text))
 
-    def _reserve(self, descriptor: int, nbytes: int, total: int) -> None:
+    def _reserve(self, descriptor: int, nbytes: int, total: int, free: int) -> None:
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            free = shutil.disk_usage(self.path).free
             earlier = f" Remove {self._staging / self._finished[0]}, an earlier checkpoint." if self._finished else ""
             raise ValueError(
                 f"Not enough disk space for {self.directory}: {total:,} bytes are needed, {free:,} are free "

@@ -182,14 +182,15 @@ class EMA:
             raise StateError(
                 "EMA.update() cannot run inside swapped(), where the averages are the weights. Update before or after it."
             )
-        self.calls += 1
-        if self.calls % self.every:
+        if (self.calls + 1) % self.every:
+            self.calls += 1
             return
         decay = self.decay
         if self.warmup is not None:
             decay = min(decay, (1 + self.updates) / (self.warmup + self.updates))
         self._update_layout("EMA.update()")
         plain = [self._plain_weight(name, module, key) for name, module, key in self._slots]
+        self.calls += 1  # behind the checks, which may raise
         self.updates += 1
         averages = [*(flat.buffer for flat in self._averages), *self._plain.values()]
         weights = [*(flat.group.shard for flat in self._averages), *plain]
@@ -242,15 +243,13 @@ class EMA:
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Overwrite the weights with `values` and return the old weights by name."""
         tensors = self._tensors("EMA.swapped()")
-        before: dict[str, Tensor] = {}
-        for entry in tensors.entries:
-            value = values.get(entry.names[0])
-            if value is None:
-                continue
+        swapped = [entry for entry in tensors.entries if values.get(entry.names[0]) is not None]
+        # All copies first, since memory may run out.
+        before = {entry.names[0]: entry.local.clone() for entry in swapped}
+        for entry in swapped:
             if entry.parameter is not None:
                 entry.parameter.wait_for_readers()  # a copy to the device may still read the shard (CPU offload)
-            before[entry.names[0]] = entry.local.clone()
-            entry.local.copy_(value)
+            entry.local.copy_(values[entry.names[0]])
             if entry.parameter is not None:
                 entry.parameter.note_write()
         for unit in tensors.units:
@@ -294,6 +293,7 @@ class EMA:
             if name in values:
                 raise ValueError(f"The state has no average of '{name}', which is a parameter of the model.")
             raise ValueError(f"The state has an average of '{name}', which is no averaged parameter of the model.")
+        given: dict[str, Tensor] = {}  # all of them, before the first is written
         for entry in self._entries():
             name = entry.names[0]
             if name in values:
@@ -304,7 +304,9 @@ class EMA:
                     raise StateError(
                         f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}."
                     )
-                values[name].copy_(value.view(values[name].shape))
+                given[name] = value.view(values[name].shape)
+        for name, value in given.items():
+            values[name].copy_(value)
         self.calls, self.updates = int(state["calls"]), int(state["updates"])
 
     def _entries(self) -> tuple[ModelEntry, ...]:

@@ -292,7 +292,7 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     """
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as failure:
+    except (ValueError, RecursionError) as failure:  # ValueError: no UTF-8, no JSON, or a number with too many digits
         raise BadFile(f"{path}: its header is not valid JSON ({failure}).") from failure
     if not isinstance(entries, dict):
         raise BadFile(f"{path}: expected its header to be a JSON object, got a {type(entries).__name__}.")

@@ -53,7 +53,7 @@ def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bo
 
 def _natural_key(name: str) -> list[Any]:
     """Return a sort key in which numbers in a name compare by value."""
-    return [(part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", name)]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name)]
 
 
 def leftovers(source: Any) -> list[str]:

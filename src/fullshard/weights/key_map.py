@@ -311,7 +311,7 @@ def _split(rule: Split, tensor: MappedTensor, names: Sequence[str]) -> Iterable[
     dim = _dim(tensor, rule.dim, "Split")
     length = tensor.shape[dim]
     sizes = [length // len(names)] * len(names) if rule.sizes is None else list(rule.sizes)
-    if sum(sizes) != length or len(sizes) != len(names):
+    if sum(sizes) != length or len(sizes) != len(names) or min(sizes) < 0:
         raise MapError(
             f"Split: '{tensor.name}' of shape {tensor.shape} cannot be split along dim {dim} into {len(names)} parts of sizes "
             f"{', '.join(map(str, sizes))}."

@@ -8,6 +8,7 @@ alignment first, then by name), and transformers' `save_pretrained` (the index).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,8 +24,8 @@ _ALIGNMENT = [
     torch.float8_e5m2,
     torch.float8_e4m3fn,
     torch.float8_e8m0fnu,
-    torch.float8_e5m2fnuz,
     torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
     torch.int16,
     torch.uint16,
     torch.float16,
@@ -156,8 +157,10 @@ def is_weights(name: str, single: str = SINGLE) -> bool:
         name: name of the file.
         single: file name of a checkpoint in a single file.
     """
-    head, _, tail = single.partition(".")
-    return name in (single, index_of(single)) or (name.startswith(f"{head}-") and name.endswith(f".{tail}"))
+    head, _, tail = map(re.escape, single.partition("."))
+    # One of several files, as 'model-00001-of-00003.safetensors'; behind it the token of a save into the directory itself.
+    numbered = rf"{head}-\d+-of-\d+(-[0-9a-z]+)?\.{tail}"
+    return name in (single, index_of(single)) or re.fullmatch(numbered, name) is not None
 
 
 def may_be_weights(name: str) -> bool:

@@ -149,8 +149,11 @@ def load_weights(
             files.close()  # every attempt opens the files again, because a save may have replaced them
             state, known = _state_of(group, source, files)
             match = group.run(partial(_match, tensors, key_map, state, strict=strict, missing=missing))
-            if not group.all_equal(match.description()):
-                raise ValueError("The tensors that key_map makes differ between ranks. Pass the same on all ranks.")
+            if not group.all_equal(match.description() + repr((buffer_bytes, replicas)).encode()):
+                raise ValueError(
+                    "The tensors that key_map makes differ between ranks, or buffer_bytes or replicas. Pass the same on all "
+                    "ranks."
+                )
             plan = plan_load(
                 [(entry.target, mapped) for entry, mapped in match.found],
                 rank=tensors.index,
@@ -164,6 +167,7 @@ def load_weights(
         fresh = allocate(model, tensors)
         tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
         local = {entry.target.name: entry.local for entry in tensors.entries}
+        loaded = {entry.target.name: (entry.parameter, entry.plain) for entry in tensors.entries}
         on_progress = with_total(progress, plan.nbytes(group.index))
         into = [local[entry.target.name] for entry, _ in match.found]
         load = _Load(group, into, files, threads=threads, limit=limit, on_progress=on_progress)
@@ -172,6 +176,7 @@ def load_weights(
                 load.run(plan)
             group.run(files.check_unchanged)
         except BaseException:
+            fresh.mark_remaining(())  # what was on meta, also buffers that no checkpoint has
             mark_all(model, tensors.units)  # some shards have new values: no forward may use the mixture
             raise
         finally:
@@ -179,6 +184,12 @@ def load_weights(
     for unit in tensors.units:
         unit.refresh()
         unit.log_write("load_weights()")
+    for entry, _ in match.found:  # reads into memory increase no version counter
+        parameter, plain = loaded[entry.target.name]
+        if parameter is not None:
+            parameter.note_write()
+        elif plain is not None and not plain.is_inference():
+            torch.autograd.graph.increment_version(plain)
     written = {id(entry.parameter or entry.plain) for entry in tensors.entries if entry.target.name not in match.missing}
     filled = fill_buffers(model, built, missing_on_meta)
     written |= {id(buffer) for name, buffer in model.named_buffers() if name in filled}
@@ -374,8 +385,15 @@ def _named(text: str, names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _represents_all(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Return True if `dtype` represents every value of `other` exactly."""
+    if dtype == other:
+        return True
     if not (dtype.is_floating_point and other.is_floating_point):
-        return torch.promote_types(dtype, other) == dtype and not (dtype.is_floating_point or dtype.is_complex)
+        if dtype is torch.bool or any(kind.is_floating_point or kind.is_complex for kind in (dtype, other)):
+            return False
+        if other is torch.bool:
+            return True
+        mine, its = torch.iinfo(dtype), torch.iinfo(other)
+        return mine.min <= its.min and its.max <= mine.max
     one, two = torch.finfo(dtype), torch.finfo(other)
     return one.eps <= two.eps and one.max >= two.max and one.smallest_normal <= two.smallest_normal
 
@@ -473,6 +491,8 @@ class _Load:
         (destination,) = part.destinations
         view = self._view(part, destination)
         if view is None or view.numel() != part.rows.numel or view.dtype != part.source.dtype:
+            return None
+        if view.is_conj() or view.is_neg():  # has other values than its memory
             return None
         return view if view.device.type == "cpu" and view.is_contiguous() and destination.piece.keeps_order else None
 

@@ -192,8 +192,12 @@ def save_weights(
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
-    if not group.all_equal(_fingerprint(layout, outputs)):
-        raise ValueError("key_map, dtype or max_shard_bytes differ between ranks. Pass the same on all ranks.")
+    options = repr((buffer_bytes, weights is not None, bool(background))).encode()
+    if not group.all_equal(_fingerprint(layout, outputs) + options):
+        raise ValueError(
+            "key_map, dtype or max_shard_bytes differ between ranks, or buffer_bytes, weights or background. Pass the same on "
+            "all ranks."
+        )
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
     where = directory if steps is None else steps.directory
@@ -429,7 +433,9 @@ class _Save:
         if len(sources) != 1 or not sources[0].piece.keeps_order:
             return None
         value = self._value(sources[0])
-        as_in_file = value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
+        # Conjugated and negated views have other values than their memory.
+        as_in_memory = not (value.is_conj() or value.is_neg())
+        as_in_file = as_in_memory and value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
         return value if as_in_file and value.numel() == part.rows.numel else None
 
     def _value(self, row_source: RowSource) -> Tensor:
