@@ -426,3 +426,28 @@ def test_buffers_that_no_checkpoint_has_get_the_values_that_the_model_is_built_w
     model.noise.copy_(whole.noise)
     x = torch.randn(4, 8)
     torch.testing.assert_close(model(x), whole(x))
+
+
+class WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0) * 2 + 1, persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+@ranks(1)
+def test_buffers_below_activation_checkpointing_are_filled(world: World) -> None:
+    """Their names have a prefix, by which they were not found; loaded weights were reported as unwritten."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    directory = world.folder("wrapped")
+    fullshard.save_weights(fullshard.fully_shard(nn.Sequential(WithTable()), mesh=world.mesh), directory)
+    with torch.device("meta"):
+        model = nn.Sequential(checkpoint_wrapper(WithTable()))
+    fullshard.fully_shard(model, mesh=world.mesh)
+    report = fullshard.load_weights(model, directory, buffers=lambda: nn.Sequential(WithTable()))
+    assert report.unwritten == ()
+    assert next(buffer for _, buffer in model.named_buffers()).tolist() == [1.0, 3.0, 5.0, 7.0]

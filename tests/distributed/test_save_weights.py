@@ -275,3 +275,36 @@ def test_options_that_decide_about_messages_are_compared(world: World) -> None:
     save_weights(model, directory)
     with pytest.raises(ValueError, match="or buffer_bytes or replicas"):
         load_weights(model, directory, buffer_bytes=1 << (16 + world.rank))
+
+
+@ranks(2, 3)
+def test_buffers_that_differ_are_saved_from_the_first_rank(world: World) -> None:
+    """Each rank wrote its share of the rows, so running statistics were saved that no rank had."""
+    directory, model = world.folder("statistics"), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    fully_shard(model, mesh=world.mesh, sync="broadcast")
+    model[1].running_mean.fill_(world.rank + 1.0)
+    save_weights(model, directory)
+    load_weights(model, directory)
+    assert model[1].running_mean.tolist() == [1.0] * 6
+
+
+@ranks(1)
+def test_names_and_dtypes_that_files_cannot_have_are_refused_by_name(world: World) -> None:
+    for name, tensor, text in (
+        ("__metadata__", torch.ones(2), "the file format reserves it"),
+        ("wide", torch.ones(2, dtype=torch.complex128), "Tensor 'wide' of torch.complex128 cannot be saved"),
+    ):
+        model = fully_shard(nn.Linear(2, 2), mesh=world.mesh)
+        model.register_buffer(name, tensor)
+        with pytest.raises(ValueError, match=text):
+            save_weights(model, world.folder("refused"))
+
+
+@ranks(1)
+def test_the_last_saved_steps_are_kept_whatever_was_added_to_older_ones(world: World) -> None:
+    directory, model = world.folder("steps"), fully_shard(nn.Linear(2, 2), mesh=world.mesh)
+    for step in (100, 200, 300):
+        save_weights(model, directory, step=step, keep=2)
+        if step == 200:
+            (directory / "step-100" / "evaluation.json").write_text("{}")
+    assert sorted(one for one in os.listdir(directory) if one.startswith("step-")) == ["step-200", "step-300"]

@@ -241,23 +241,28 @@ def _run_rank(rank: int, ranks: int, program: _Program, store: str, results: Any
         torch.set_num_threads(1)
         # CPU only: with an accelerator's backend the accelerator would be used, which is not possible in forked processes.
         dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        results.put((rank, program.run(), None))
+        results.send((rank, program.run(), None))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
+        results.send((rank, None, traceback.format_exc()))
 
 
 def _run_on_processes(program: _Program, ranks: int) -> Verdict:
     """Run the program on gloo ranks on the CPU of this machine."""
     context: Any = torch.multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
     with tempfile.TemporaryDirectory(prefix="fullshard-verify") as folder:
         store = os.path.join(folder, "store")
-        processes = [context.Process(target=_run_rank, args=(rank, ranks, program, store, results)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=_run_rank, args=(rank, ranks, program, store, writer))
+            for rank, (_, writer) in enumerate(pipes)
+        ]
         for process in processes:
             process.start()
-        results_of_ranks = _results_of(processes, results)
+        results_of_ranks = [
+            _result_of(rank, *pair) for rank, pair in enumerate(zip(processes, (reader for reader, _ in pipes)))
+        ]
         for process in processes:
             process.join()
     failed = [
@@ -268,18 +273,14 @@ def _run_on_processes(program: _Program, ranks: int) -> Verdict:
     return next(verdict for _, verdict, _ in results_of_ranks)
 
 
-def _results_of(processes: list[Any], results: Any) -> list[tuple[int, Any, str | None]]:
-    """Return (rank, verdict, text of its error) of each process, also of one that ended without saying so, as by a signal."""
-    found: dict[int, tuple[int, Any, str | None]] = {}
-    while len(found) < len(processes):
-        connection.wait([results._reader, *(process.sentinel for rank, process in enumerate(processes) if rank not in found)])
-        ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]  # before the queue is read
-        while not results.empty():
-            rank, verdict, text = results.get()
-            found[rank] = rank, verdict, text
-        for rank in ended:
-            found.setdefault(rank, (rank, None, f"The process ended with exit code {processes[rank].exitcode}."))
-    return [found[rank] for rank in range(len(processes))]
+def _result_of(rank: int, process: Any, reader: Any) -> tuple[int, Any, str | None]:
+    """Return (rank, verdict, text of its error) of a process, also of one that ended without a word, as by a signal."""
+    connection.wait([reader, process.sentinel])
+    if reader.poll():
+        found: tuple[int, Any, str | None] = reader.recv()
+        return found
+    process.join()
+    return rank, None, f"The process ended with exit code {process.exitcode}."
 
 
 def verify_arguments(factory: Callable[[], object]) -> dict[str, Any]:

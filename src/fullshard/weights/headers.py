@@ -357,7 +357,19 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], meta
     Args:
         tensors: name, dtype and shape of each tensor, in the order of their data.
         metadata: for the key `__metadata__`.
+
+    Raises:
+        ValueError: for a tensor with this name, which the format reserves, or of a dtype that it does not have.
     """
+    for name, dtype, _ in tensors:
+        if name == "__metadata__":
+            raise ValueError(
+                "A tensor cannot have the name '__metadata__': the file format reserves it. Rename it by key_map=."
+            )
+        if dtype not in NAMES:
+            raise ValueError(
+                f"Tensor '{name}' of {dtype} cannot be saved: the file format does not have this dtype. Pass dtype=."
+            )
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for name, dtype, shape in tensors:

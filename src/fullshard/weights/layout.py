@@ -136,8 +136,9 @@ def _nbytes(tensor: Named) -> int:
 
 def _output_file(name: str, members: Sequence[Named], metadata: Mapping[str, str]) -> OutputFile:
     """Lay out one file: sort the tensors and compute the header and the offsets."""
-    members = sorted(members, key=lambda one: (-_ALIGNMENT.index(one[1]), one[0]))
-    header = header_bytes(members, metadata)
+    known = {dtype: place for place, dtype in enumerate(_ALIGNMENT)}
+    members = sorted(members, key=lambda one: (-known.get(one[1], 0), one[0]))
+    header = header_bytes(members, metadata)  # which refuses other dtypes
     at, found = len(header), []
     for tensor, dtype, shape in members:
         found.append(FileTensor(tensor, name, dtype, shape, at))

@@ -40,7 +40,7 @@ from fullshard.weights.progress import Progress, check_progress, with_total
 from fullshard.weights.reading import Read, Reader, offset_of_row
 from fullshard.weights.rounds import Round
 from fullshard.weights.staging import StagingBuffer, batches
-from fullshard.weights.targets import ModelEntry, ModelTensors, reshard_for, tensors_of
+from fullshard.weights.targets import WRAPPED, ModelEntry, ModelTensors, reshard_for, tensors_of
 from fullshard.weights.texts import nearest
 
 Replicas = Literal["auto", "read"]
@@ -192,7 +192,7 @@ def load_weights(
             torch.autograd.graph.increment_version(plain)
     written = {id(entry.parameter or entry.plain) for entry in tensors.entries if entry.target.name not in match.missing}
     filled = fill_buffers(model, built, missing_on_meta)
-    written |= {id(buffer) for name, buffer in model.named_buffers() if name in filled}
+    written |= {id(buffer) for name, buffer in model.named_buffers() if name.replace(WRAPPED, "") in filled}
     fresh.mark_remaining(written)
     return Loaded(
         bytes_read=load.reader.read,
@@ -212,7 +212,8 @@ def _missing_on_meta(model: nn.Module, match: _Match) -> list[str]:
     """Return the names of tensors on meta that are not in the checkpoint."""
     read = {name for entry, _ in match.found for name in entry.names}
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return [name for name, tensor in tensors if tensor.device.type == "meta" and name not in read]
+    named = ((name.replace(WRAPPED, ""), tensor) for name, tensor in tensors)
+    return [name for name, tensor in named if tensor.device.type == "meta" and name not in read]
 
 
 def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:

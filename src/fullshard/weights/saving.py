@@ -30,7 +30,7 @@ from fullshard.weights.rounds import Round
 from fullshard.weights.save_plan import RowSource, SavePlan, WriteRange, plan_save
 from fullshard.weights.staging import StagingBuffer, batches
 from fullshard.weights.steps import Steps
-from fullshard.weights.targets import ModelTensors, reshard_for, tensors_of, with_values
+from fullshard.weights.targets import ModelTensors, from_first_rank, reshard_for, tensors_of, with_values
 from fullshard.weights.writing import Write, Writer
 
 
@@ -188,6 +188,7 @@ def save_weights(
     tensors = tensors_of(model, prepare=reshard_for("save_weights()"))
     if weights is not None:
         tensors = with_values(tensors, weights.values())
+    tensors = from_first_rank(tensors)
     group = tensors.agreement("save_weights()")
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))

@@ -78,7 +78,7 @@ class Steps:
                 shutil.rmtree(entry, ignore_errors=True)
             elif _STEP.fullmatch(entry.name) and entry != self.directory:
                 with suppress(FileNotFoundError):  # another save removed it
-                    found.append((entry.stat().st_mtime_ns, entry))
+                    found.append((_saved_at(entry), entry))
         if self._keep is None:
             return
         # Sort by time and not by number: training that resumes from an earlier step saves lower numbers, and needs these steps.
@@ -87,6 +87,12 @@ class Steps:
             with suppress(FileNotFoundError):
                 os.rename(entry, gone)  # atomic, so that no reader finds a partly removed step
                 shutil.rmtree(gone, ignore_errors=True)
+
+
+def _saved_at(directory: Path) -> int:
+    """Return when the weights in a directory were written, ns. Other files may have been added to it later."""
+    weights = [entry.stat().st_mtime_ns for entry in directory.iterdir() if entry.name.endswith(".safetensors")]
+    return max(weights, default=directory.stat().st_mtime_ns)
 
 
 __all__ = ["Steps"]

@@ -96,6 +96,25 @@ def _with_value(entry: ModelEntry, value: Tensor) -> ModelEntry:
     return replace(entry, target=replace(entry.target, dtype=value.dtype), value=value)
 
 
+def from_first_rank(tensors: ModelTensors) -> ModelTensors:
+    """Return the tensors of a model with those that are not sharded on the first rank only.
+
+    Ranks may have different values of these, as running statistics of batch norms. So one rank saves them: parts from several
+    ranks would be the state of none.
+    """
+    known: dict[tuple[int, ...], ShardMap] = {}
+
+    def moved(entry: ModelEntry) -> ModelEntry:
+        shape = entry.target.shape
+        if entry.plain is None or not prod(shape):
+            return entry
+        if shape not in known:
+            known[shape] = ShardMap(shape, (Box.whole(shape), *[None] * (len(tensors.ranks) - 1)))
+        return replace(entry, target=replace(entry.target, shard_map=known[shape]))
+
+    return replace(tensors, entries=tuple(map(moved, tensors.entries)))
+
+
 def reshard_for(doing: str) -> Callable[[Unit], None]:
     """Return a function that reshards a unit and takes over Parameters that the user assigned or cast. `doing`: the call."""
 
@@ -231,4 +250,4 @@ def _axes_in(mesh: DeviceMesh, everything: DeviceMesh) -> list[int]:
     return [known.index(name) for name in names]
 
 
-__all__ = ["ModelEntry", "ModelTensors", "shard_map_of", "tensors_of", "with_values"]
+__all__ = ["WRAPPED", "ModelEntry", "ModelTensors", "from_first_rank", "shard_map_of", "tensors_of", "with_values"]
