@@ -207,3 +207,8 @@ def test_a_swap_that_runs_out_of_memory_changes_nothing(world: World) -> None:
     with mock.patch.object(Tensor, "clone", fails), pytest.raises(torch.OutOfMemoryError), ema.swapped():
         pass
     assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))
+    with ema.swapped():
+        patch = mock.patch.object(Tensor, "clone", mock.Mock(side_effect=torch.OutOfMemoryError("none left")))
+        patch.start()  # evaluation took all memory: the weights come back without any
+    patch.stop()
+    assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))

@@ -451,3 +451,36 @@ def test_buffers_below_activation_checkpointing_are_filled(world: World) -> None
     report = fullshard.load_weights(model, directory, buffers=lambda: nn.Sequential(WithTable()))
     assert report.unwritten == ()
     assert next(buffer for _, buffer in model.named_buffers()).tolist() == [1.0, 3.0, 5.0, 7.0]
+    with torch.device("meta"):
+        model = nn.Sequential(checkpoint_wrapper(WithTable()))
+    fullshard.fully_shard(model, mesh=world.mesh)
+    report = fullshard.load_weights(model, directory, buffers=lambda: nn.Sequential(checkpoint_wrapper(WithTable())))
+    assert report.unwritten == ()
+    assert next(buffer for _, buffer in model.named_buffers()).tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+@ranks(2)
+def test_a_second_load_fills_the_buffers_of_one_that_failed(world: World) -> None:
+    """Buffers that no checkpoint has kept NaN: they were not on meta any more, and nothing said so."""
+    directory = world.folder("twice")
+    fullshard.save_weights(fullshard.fully_shard(nn.Sequential(WithTable()), mesh=world.mesh, sync="broadcast"), directory)
+    with torch.device("meta"):
+        model = nn.Sequential(WithTable())
+    fullshard.fully_shard(model, mesh=world.mesh)
+
+    def raises(*_: int) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(Exception, match="the disk is gone"):
+        fullshard.load_weights(model, directory, progress=raises)
+    report = fullshard.load_weights(model, directory)
+    assert report.unwritten == ("0.table",)
+    with pytest.warns(UserWarning, match="uninitialized buffers: .* buffer 'table' of WithTable"):
+        model(torch.ones(1, 4))
+    with torch.device("meta"):
+        model = nn.Sequential(WithTable())
+    fullshard.fully_shard(model, mesh=world.mesh)
+    with pytest.raises(Exception, match="the disk is gone"):
+        fullshard.load_weights(model, directory, progress=raises)
+    report = fullshard.load_weights(model, directory, buffers=lambda: nn.Sequential(WithTable()))
+    assert report.unwritten == () and model[0].table.tolist() == [1.0, 3.0, 5.0, 7.0]

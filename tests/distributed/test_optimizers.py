@@ -147,3 +147,19 @@ def test_torchs_own_clipping_of_one_mesh_stays_torchs_own(world: World) -> None:
         assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), norm.full_tensor())
         assert all(torch.equal(p.grad.to_local(), grad.to_local()) for p, grad in zip(sharded.parameters(), expected))
         sharded.zero_grad()
+
+
+@ranks(2)
+def test_an_option_that_one_rank_changes_in_place_is_told(world: World) -> None:
+    """A list was compared with itself, so that a change of one of its numbers was not noticed."""
+    model = shard_stack(Stack(), world.mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.param_groups[0]["betas"] = [0.5, 0.75]
+    with pytest.raises(fullshard.StateError, match=r"Adam\.step\(\) of .*betas=\(0\.25, 0\.75\)") as caught:
+        for step in range(3):
+            if step and not world.rank:
+                optimizer.param_groups[0]["betas"][0] = 0.25
+            square(model(batch(0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert fullshard.any_failed(world.mesh, caught.value)

@@ -18,7 +18,7 @@ from harness import World, ranks
 from torch import Tensor, nn
 
 import fullshard
-from fullshard import fully_shard, load_weights, save_weights
+from fullshard import EMA, fully_shard, load_weights, save_weights
 from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
 
 
@@ -270,11 +270,19 @@ def read_back(directory: Any) -> dict[str, Tensor]:
 def test_options_that_decide_about_messages_are_compared(world: World) -> None:
     """Ranks with other buffers waited for messages that nobody sent."""
     directory, model = world.folder("options"), fully_shard(nn.Linear(64, 64), mesh=world.mesh, sync="broadcast")
-    with pytest.raises(ValueError, match="or buffer_bytes, weights or background"):
-        save_weights(model, directory, buffer_bytes=1 << (16 + world.rank))
+    averages, first = EMA(model, 0.9), world.rank == 0
+    for options in (
+        {"buffer_bytes": 1 << (16 + world.rank)},
+        {"weights": averages if first else None},
+        {"each_rank": (lambda path: None) if first else None},
+        {"background": first},
+    ):
+        with pytest.raises(ValueError, match="or buffer_bytes, weights, each_rank or background"):
+            save_weights(model, directory, **options)  # type: ignore[arg-type]
     save_weights(model, directory)
-    with pytest.raises(ValueError, match="or buffer_bytes or replicas"):
-        load_weights(model, directory, buffer_bytes=1 << (16 + world.rank))
+    for more in ({"buffer_bytes": 1 << (16 + world.rank)}, {"replicas": "auto" if first else "read"}):
+        with pytest.raises(ValueError, match="or buffer_bytes or replicas"):
+            load_weights(model, directory, **more)  # type: ignore[arg-type]
 
 
 @ranks(2, 3)
@@ -308,3 +316,25 @@ def test_the_last_saved_steps_are_kept_whatever_was_added_to_older_ones(world: W
         if step == 200:
             (directory / "step-100" / "evaluation.json").write_text("{}")
     assert sorted(one for one in os.listdir(directory) if one.startswith("step-")) == ["step-200", "step-300"]
+
+
+@ranks(1)
+def test_what_else_is_named_like_a_step_stays_and_fails_no_save(world: World) -> None:
+    directory, model = world.folder("others"), fully_shard(nn.Linear(2, 2), mesh=world.mesh)
+    (directory / "step-7").write_text("no directory")
+    (directory / "step-8").mkdir()
+    (directory / "step-8" / "gone.safetensors").symlink_to("nowhere")
+    for step in (10, 20):
+        save_weights(model, directory, step=step, keep=3)
+    assert {"step-7", "step-8", "step-10", "step-20"} <= set(os.listdir(directory))
+    save_weights(model, directory, step=30, keep=1)
+    assert sorted(one for one in os.listdir(directory) if one.startswith("step-")) == ["step-30", "step-7"]
+
+
+@ranks(1)
+def test_copies_of_shards_by_hand_stay(world: World) -> None:
+    directory, model = world.folder("copies"), fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=world.mesh)
+    for _ in range(2):
+        save_weights(model, directory, max_shard_bytes=300)
+        (directory / "model-00001-of-00002-old.safetensors").write_bytes(b"a copy")
+    assert (directory / "model-00001-of-00002-old.safetensors").read_bytes() == b"a copy"

@@ -129,3 +129,15 @@ def test_a_process_that_dies_is_told() -> None:
 
     with pytest.raises(RuntimeError, match="rank 1 ---\nThe process ended with exit code -9"):
         verify(build, Pair(torch.ones(2, 2), torch.ones(2, 2)), 2)
+
+
+def test_a_long_error_of_one_rank_reaches_the_caller() -> None:
+    """Its process waited for its pipe to be read, the others for it, and the caller for the first of the others."""
+
+    def build() -> nn.Module:
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("long" * 100_000)
+        return OfPair()
+
+    with pytest.raises(RuntimeError, match="longlong"):
+        verify(build, Pair(torch.ones(2, 2), torch.ones(2, 2)), 2)

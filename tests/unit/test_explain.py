@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,6 +24,7 @@ import fullshard
 from fullshard import HFSDP, ZERO2, Matrix, MixedPrecisionPolicy
 from fullshard.comm.traffic import Message
 from fullshard.foresight.clock import message_seconds, play
+from fullshard.foresight.comparison import _network
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step
@@ -1005,3 +1007,25 @@ def test_a_footprint_is_asked_each_time() -> None:
     r = fullshard.explain(partial(Rounds, DIM, DIM), torch.empty(64, DIM), world=2, loss=torch.sum, footprints=footprints)
     forward = [op.flops for op in r.traced.trace.events if isinstance(op, Op) and op.name == "aten.addmm.default"]
     assert forward == [2 * n * DIM * DIM for n in rows]
+
+
+def test_the_speed_of_replicas_is_compared_with_that_of_their_own_link() -> None:
+    """Two replicas of eight shards are on two machines, but their all-reduce was compared with one inside of a machine."""
+    r = explain(world=16, mesh=(2, 8))
+    launches = [one for one in r.simulation.program.instructions if isinstance(one, Launch)]
+    largest = {}
+    for kind in ("all_reduce", "all_gather"):
+        sent = [
+            (message, one.stream) for one in launches for message in one.messages if message.kind == kind and message.ranks > 1
+        ]
+        largest[kind] = max(sent, key=lambda one: one[0].nbytes)
+    assert largest["all_reduce"][1] == "replicate"
+    speeds = {
+        kind: message.nbytes / message_seconds(message, stream, r.gpu, r.network, r.setting.mesh)
+        for kind, (message, stream) in largest.items()
+    }
+    run = SimpleNamespace(speeds=lambda: speeds, waiting={"": 1.0}, step=2.0)
+    assert not list(_network(r, run))  # type: ignore[arg-type]
+    run.speeds = lambda: {**speeds, "all_reduce": 2 * speeds["all_reduce"]}
+    (one,) = _network(r, run)  # type: ignore[arg-type]
+    assert one.weight == 0.5 and one.text.endswith("2.00 of the assumed speed")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fullshard import Matrix, matrices_of, plan_owners
 from fullshard.optim.owners import WIRE_ITEMSIZE
@@ -197,6 +198,8 @@ def test_roles_decide_which_parameters_are_matrices(tied: bool) -> None:
     assert reasons["layers.1.gate.weight"].startswith("a router") and reasons["score.weight"].startswith("an output layer")
     assert reasons["conv.weight"] == "4 dims" and reasons["layers.0.attn.bias"] == "1 dim" and reasons["pos_embed"] == "3 dims"
     assert tied or reasons["head.weight"] == "an output layer: as many rows as an embedding"
+    wrapped = matrices_of(checkpoint_wrapper(nn.ModuleDict({"score": checkpoint_wrapper(nn.Linear(4, 3))})))
+    assert [reason for _, _, reason in wrapped.reasons.values()] == ["an output layer, by its name score", "1 dim"]
     text = str(choice)
     assert "matrices: 4 parameters" in text and "2 x layers.*.attn.weight  24 x 8" in text
 

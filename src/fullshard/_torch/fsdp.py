@@ -21,8 +21,9 @@ __all__ = [
 ]
 
 
-TorchFSDPModule: Any = torch_fsdp.FSDPModule  # only for `isinstance`: fullshard overrides all its methods
-GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # for `isinstance`, from torch 2.15 on
+# Base classes of ours, so that isinstance checks of user programs hold: fullshard overrides all methods.
+TorchFSDPModule: Any = torch_fsdp.FSDPModule
+GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # from torch 2.15 on
 # Private: `__wrapped__`, the undecorated function. `contract`, the decorator, uses it as the key of the states of a module.
 _TORCH_FULLY_SHARD: Any = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
@@ -65,7 +66,7 @@ def is_wrap_policy(policy: Any) -> bool:
 
 def run_wrap_policy(policy: Any, root: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
     """Return the modules that a policy object of FSDP1 selects, each with the arguments that it overrides."""
-    # Private: `_run_policy`, the only method of a policy object.
+    # Private: `_run_policy`, the only abstract method of a policy object.
     return policy._run_policy(root, ignored, {})
 
 

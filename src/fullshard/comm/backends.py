@@ -1,14 +1,14 @@
 """The choice of collectives for a process group, by its backend.
 
-A new backend has one of three places:
+What a new backend needs:
 
-- with torch's collectives and ReduceOp.AVG, as all torch's accelerator backends but MTIA's, it needs no change;
-- without ReduceOp.AVG it is a name in `_SUM_ONLY`: sums are scaled afterwards. No other reduction is used, in particular not
+- with torch's collectives and ReduceOp.AVG (as have all torch's accelerator backends but MTIA's) no change;
+- without ReduceOp.AVG a name in `_SUM_ONLY`: sums are scaled afterwards. No other reduction is used, in particular not
   premultiplied sums;
-- with collectives of its own it is a branch in `collectives_for`, and in `carries_tags` if its messages carry tags.
+- with collectives of its own a branch in `collectives_for`, and in `carries_tags` if its messages carry tags.
 
-`unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume the classes chosen here,
-and know networks, not backends (`foresight/hardware.py`).
+`tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume the classes chosen
+here, and know networks, not backends (`foresight/hardware.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     backend = _torch.backend_name(group, device)
     if carries_tags(backend, device):
         return GlooCollectives(group, tag)
+    # Gloo with tensors of a device copies them through host memory, in stages.
     return CoalescedCollectives(group, averages=backend not in _SUM_ONLY and device.type != "mtia", stages=backend == "gloo")
 
 

@@ -49,7 +49,7 @@ class Runtime:
         hooks ──> unit ──> scheduler: events in, actions out (pure)
                     └────> runtime ──> group: memory, planned all-gathers
                               ├──────> reducer: gradients on their way to .grad
-                              └──────> communicator, as the reducer ──> process group
+                              └──────> communicator ──> process group (the reducer uses it as well)
 
     Attributes:
         scheduler: decides what to unshard, reshard and reduce.
@@ -95,7 +95,7 @@ class Runtime:
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
-        self._forward_stream: object = None  # compute stream of the last outermost forward, if it had kept units
+        self._forward_stream: object = None  # compute stream of the last outermost forward, if there were kept units
         self._numbers = itertools.count()
         self._thread = get_ident()
         self._deleted_elsewhere: deque[int] = deque()
@@ -185,9 +185,9 @@ class Runtime:
     def gather_after_step(self) -> None:
         """Start to all-gather the kept units that an optimizer has just written, if their `CommPolicy` asks for that.
 
-        They are left to the next forward if the step runs in a gradient hook, since other optimizers will write the same units,
-        or on another stream than the last forward: memory that is allocated on that stream could be used again there while the
-        forward's stream still reads it.
+        Nothing starts in a gradient hook, since other optimizers will write the same units. Nothing starts on another stream
+        than that of the last forward: memory that is allocated there could be reused while the forward's stream still reads it.
+        The next forward all-gathers these units.
         """
         if not self._kept or self.scheduler.running or self.backward.underway or self.reducer.decided is not None:
             return
@@ -229,10 +229,8 @@ class Runtime:
         if device is not None and _torch.is_capturing(device):
             raise StateError(
                 f"The forward of unit '{unit.name}' was called while a graph of the device is captured, which cannot hold "
-                "all-gathers: the host decides in each step what to all-gather, free and reduce. To capture a step, "
-                "addresses can be kept (set_keep_unsharded_storage) and the end of backward can be called "
-                "(finalize_backward), but a fixed plan of a step is missing. Capture modules inside of units, or use "
-                "torch.compile without mode='reduce-overhead'."
+                "all-gathers: the host decides in each step what to all-gather, free and reduce. Capturing a whole step is not "
+                "supported. Capture modules inside of units, or use torch.compile without mode='reduce-overhead'."
             )
         self.communicator.wait_for_next_event()
         if self._kept:
@@ -269,7 +267,7 @@ class Runtime:
             self._actions = plain
 
     def _roll_back(self, actions: Sequence[Action]) -> None:
-        """Reshard the units of an action that raised, and of those behind it."""
+        """Reshard the units of these actions: the one that raised, and those behind it."""
         for number in dict.fromkeys(action.unit for action in actions):
             unit = self.unit(number)
             if unit is not None:
@@ -328,14 +326,14 @@ class Runtime:
         end: Callable[[], None] = self.end_backward
         device = self.communicator.async_device
         if device is not None:
-            # Messages lie in memory of the stream that forward ran on, which is current here. The end of backward runs on the
-            # stream of its caller, reads them and frees them, so this stream must be ordered behind it.
+            # Messages are allocated on the stream of forward, which is the current one here. The end of backward reads and
+            # frees them on the stream of its caller, so the stream of forward must wait for that one.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.begin(end)
         return True
 
     def join_backward(self, *, beyond: int) -> None:
-        """Take part in the backward of joined calls that ended after `beyond`."""
+        """Take part in the backward of joined calls that ended after `beyond`, a time of the scheduler's clock; -1 for all."""
         for joined in self.joined.due(beyond=beyond, lives=self.has_unit):
             unit = self.unit(joined.unit)
             if unit is not None:
@@ -345,7 +343,10 @@ class Runtime:
                     self.run(self.scheduler.before_backward(joined.call, stale=stale))
 
     def end_backward(self) -> None:
-        """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none."""
+        """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
+
+        Parameters with gradient hooks have got it already, because hooks run during backward.
+        """
         with torch.no_grad():
             try:
                 self._reduce_rest()
@@ -389,10 +390,11 @@ class Runtime:
             self.communicator.report_exception(f"'{reached[-1].name}' backward")
 
     def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
-        """Record in the log that the user wrote to shards.
+        """Record in the log that the user or an optimizer wrote to shards.
 
         Writes in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
-        those of other threads. The next collective reports a divergence, which is early enough for what has happened already.
+        those of other threads. Nor is anything once ranks have diverged, when recording raises: the write has happened already,
+        and the next collective raises anyway.
         """
         if (
             log.desync_error is None

@@ -89,14 +89,16 @@ class UninitializedTensors:
         Args:
             persistent: True for parameters and persistent buffers, False for the other buffers.
         """
-        return [
-            one.name
-            for one in self._tensors()
-            # An integer tensor may contain the mark as a real value, so its version counter must be unchanged as well.
-            if one.persistent is persistent
-            and is_marked(one.tensor)
-            and (one.tensor.is_floating_point() or one.tensor._version == self._versions.get(one.key))
-        ]
+        return [one.name for one in self._tensors() if one.persistent is persistent and self._is_unwritten(one)]
+
+    def remaining_ids(self) -> set[int]:
+        """Return the ids of all tensors that were not written after `mark`."""
+        return {id(one.tensor) for one in self._tensors() if self._is_unwritten(one)}
+
+    def _is_unwritten(self, one: _Named) -> bool:
+        # An integer tensor may contain the mark as a real value, so its version counter must be unchanged as well.
+        tensor = one.tensor
+        return is_marked(tensor) and (tensor.is_floating_point() or tensor._version == self._versions.get(one.key))
 
     def _tensors(self) -> list[_Named]:
         """Return all tensors that still exist."""

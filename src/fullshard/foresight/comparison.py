@@ -1,4 +1,4 @@
-"""Comparison of a recorded run with its prediction: the differences, the largest first, each with its cause."""
+"""Comparison of a recorded run with its prediction: the differences, the largest first, with the cause where it is known."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from fullshard.core import Message
 from fullshard.foresight.clock import message_seconds
 from fullshard.foresight.facts import StepEstimate
-from fullshard.foresight.program import Place
+from fullshard.foresight.program import Launch, Place
 from fullshard.foresight.recorded import Recorded
 from fullshard.wrap.tables import bytes_text, span
 
@@ -24,12 +24,13 @@ class Difference:
 
     Args:
         what: "messages", "memory", "computing", "waiting", "network" or "ranks".
-        text: description of the difference and its cause.
-        weight: size of the difference as a fraction of the step, or of the memory.
+        text: description of the difference, and its cause if it is known.
+        weight: size of the difference as a fraction of the predicted step, memory or number of collectives (at least 0.05, so
+            that each is listed). For "network" it is the part of the step that waits, for "ranks" that of the steps.
 
     Example:
-        >>> print(Difference("computing", "computing takes 1.5 times as long", 0.3))
-        computing: computing takes 1.5 times as long
+        >>> print(Difference("computing", "150.0 ms, predicted 100.0 ms: 1.50 times the prediction", 0.3))
+        computing: 150.0 ms, predicted 100.0 ms: 1.50 times the prediction
     """
 
     what: str
@@ -47,11 +48,11 @@ class Comparison:
     Args:
         measured: measured seconds of a step.
         predicted: predicted seconds of a step.
-        differences: differences of at least 5 %.
+        differences: those of a weight of at least 0.05.
 
     Example:
         >>> print(Comparison(1.1, 1.0, ()))
-        step: 1100.0 ms, predicted 1000.0 ms (1.10 of it)
+        step: 1100.0 ms, predicted 1000.0 ms (1.10 times the prediction)
         nothing else differs by 5% or more
     """
 
@@ -61,7 +62,8 @@ class Comparison:
 
     def __str__(self) -> str:
         ratio = self.measured / self.predicted
-        head = f"step: {self.measured * 1e3:.1f} ms, predicted {self.predicted * 1e3:.1f} ms ({ratio:.2f} of it)"
+        times = f"{self.measured * 1e3:.1f} ms, predicted {self.predicted * 1e3:.1f} ms"
+        head = f"step: {times} ({ratio:.2f} times the prediction)"
         return "\n".join([head, *(str(line) for line in self.differences or ["nothing else differs by 5% or more"])])
 
 
@@ -111,7 +113,7 @@ def _memory(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
 
 
 def _activation_cause(estimate: StepEstimate, run: Recorded) -> str:
-    """Name the units whose forward keeps more or less memory than was traced, if that explains the difference."""
+    """Name the units whose forward keeps more or less memory than was traced, if that makes 5 % of the peak or more."""
     # Memory at the first forward of each unit: reversed, because the last entry of a dict wins.
     predicted = {place.unit: estimate.simulation.ledger.level_at(place.changes) for place in reversed(_forwards(estimate))}
     names = [name for name in run.levels if name in predicted]
@@ -121,8 +123,8 @@ def _activation_cause(estimate: StepEstimate, run: Recorded) -> str:
     total = sum(surplus.values())
     if not surplus or abs(total) < MIN_WEIGHT * estimate.peak:
         return ""
-    # Units with more than half of the average surplus.
-    units = [name for name, nbytes in surplus.items() if abs(nbytes) > abs(total) / len(surplus) / 2]
+    # Units with more than half of the average surplus, in the same direction.
+    units = [name for name, nbytes in surplus.items() if nbytes / total > 0.5 / len(surplus)]
     where = units[0] if len(units) == 1 else span(units[0], units[-1])
     more = "more" if total > 0 else "less"
     return f"; the forward of {where} keeps {bytes_text(abs(total))} {more} than was traced: its operators save other tensors"
@@ -138,24 +140,27 @@ def _time(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     predicted = estimate.step.middle - estimate.timeline.waiting
     yield Difference(
         "computing",
-        f"{computing * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms: {computing / predicted:.2f} of it",
+        f"{computing * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms: {computing / predicted:.2f} times the prediction",
         abs(computing - predicted) / estimate.step.middle,
     )
     for unit in dict.fromkeys([*waiting, *estimate.exposed]):
         measured_wait, predicted_wait = waiting.get(unit, 0.0), estimate.exposed.get(unit, 0.0)
         yield Difference(
             "waiting",
-            f"for {unit or 'the end of backward'} {measured_wait * 1e3:.1f} ms, predicted {predicted_wait * 1e3:.1f} ms",
+            f"for {unit or 'work of no unit'} {measured_wait * 1e3:.1f} ms, predicted {predicted_wait * 1e3:.1f} ms",
             abs(measured_wait - predicted_wait) / estimate.step.middle,
         )
 
 
 def _network(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
+    launches = [one for one in estimate.simulation.program.instructions if isinstance(one, Launch)]
+    sent = [(message, launch.stream) for launch in launches for message in launch.messages if message.ranks > 1]
     for kind, speed in run.speeds().items():
-        largest = max((m for m in estimate.messages if m.kind == kind and m.ranks > 1), key=lambda m: m.nbytes, default=None)
-        if largest is None:
+        of_kind = [one for one in sent if one[0].kind == kind]
+        if not of_kind:
             continue
-        assumed = largest.nbytes / message_seconds(largest, "gather", estimate.gpu, estimate.network, estimate.setting.mesh)
+        largest, stream = max(of_kind, key=lambda one: one[0].nbytes)
+        assumed = largest.nbytes / message_seconds(largest, stream, estimate.gpu, estimate.network, estimate.setting.mesh)
         if not 1 - MIN_WEIGHT < speed / assumed < 1 + MIN_WEIGHT:
             yield Difference(
                 "network",

@@ -140,8 +140,8 @@ class _Exchange:
     def run(self) -> int:
         """Record the exchange, and return the block of the results."""
         plan, ledger, program = self._plan, self._ledger, self._program
-        numel = plan.replicas * self._routes.results_numel * plan.itemsize
-        results = ledger.allocate(numel, "temporaries", "")
+        nbytes = plan.replicas * self._routes.results_numel * plan.itemsize
+        results = ledger.allocate(nbytes, "temporaries", "")
         arriving: deque[tuple[int, Launch]] = deque()
         leaving: tuple[int, Launch] | None = None
         for number in range(len(plan.buckets)):
@@ -151,14 +151,14 @@ class _Exchange:
             program.instructions.append(Await(arrived))
             self._compute(plan.buckets[number])
             sent = self._launch(self._routes.buckets[number].owned_numel)
-            if plan.ranks == 1:  # a copy, so that nothing is in flight
+            if plan.ranks == 1:  # the result was copied, not sent: no message reads the slot
                 ledger.free(slot)
                 continue
             previous, leaving = leaving, (slot, sent)
             self._finish(previous)
         self._finish(leaving)
         if plan.replicas > 1:
-            self._await(self._start("replicate", Message("all_gather", WIRE, numel, 1, plan.replicas)))
+            self._await(self._start("replicate", Message("all_gather", WIRE, nbytes, 1, plan.replicas)))
         return results
 
     def confirm(self) -> None:

@@ -130,7 +130,7 @@ def _is_setting(value: Any) -> bool:
 def _setting_text(value: Any) -> str:
     """Return a setting as text: a tensor by its exact value, whatever its device."""
     if isinstance(value, (tuple, list)):
-        return str(tuple(map(_setting_text, value)))
+        return f"({', '.join(map(_setting_text, value))})"
     return repr(value.item()) if isinstance(value, Tensor) else str(value)
 
 

@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from fullshard.core import clean_name
+
 OUTPUT_NAMES = ("lm_head", "head", "output", "classifier", "score")
 """Last parts of qualified names of modules that are output layers, outside of numbered layers."""
 
@@ -53,15 +55,16 @@ def matrices_of(
 
     The first of these rules that applies decides:
 
-    1. `leave` first: a name that matches one of its patterns is left. Then one that matches a pattern of `take` is taken.
-    2. A number of dims that is not in `dims` is left: biases, norms, scalars; convolutions, unless `dims` has 4.
-    3. Embeddings are left: parameters of nn.Embedding and nn.EmbeddingBag, those tied to them, and parameters whose own name or
+    1. A name that matches a pattern of `leave` is left.
+    2. A name that matches a pattern of `take` is taken.
+    3. A number of dims that is not in `dims` is left: biases, norms, scalars; convolutions, unless `dims` has 4.
+    4. Embeddings are left: parameters of nn.Embedding and nn.EmbeddingBag, those tied to them, and parameters whose own name or
        the last part of their module's name contains "embed".
-    4. Parameters of modules whose class has "Norm" in its name are left.
-    5. Outside of numbered layers, output layers are left: matrices with as many rows as an embedding of the model, and modules
+    5. Parameters of modules whose class has "Norm" in its name are left.
+    6. Outside of numbered layers, output layers are left: matrices with as many rows as an embedding of the model, and modules
        named lm_head, head, output, classifier or score.
-    6. Routers are left: modules named gate or router with at most an eighth as many rows as columns.
-    7. All others are taken.
+    7. Routers are left: modules named gate or router with at most an eighth as many rows as columns.
+    8. All others are taken.
 
     Args:
         model: the model, sharded or not, on any device.
@@ -95,7 +98,7 @@ def matrices_of(
     for pattern in (*take, *leave):
         if not any(fnmatchcase(name, pattern) for name in every):
             raise ValueError(f"No parameter has a name like '{pattern}'. Names are as in named_parameters(): {every[:3]}, ...")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}  # the innermost
     vocabularies = {module.num_embeddings for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     choice = MatrixChoice([], [], {})
     for key, parameter in parameters.items():
@@ -107,7 +110,7 @@ def matrices_of(
         elif parameter.ndim not in dims:
             reason = f"{parameter.ndim} dim{'s' if parameter.ndim != 1 else ''}"
         else:
-            found = (_role(name, tuple(parameter.shape), modules, vocabularies) for name in names[key])
+            found = (_role(clean_name(name), tuple(parameter.shape), modules, vocabularies) for name in names[key])
             reason = next((role for role in found if role), "")
             taken = not reason
         (choice.matrices if taken else choice.rest).append(parameter)
@@ -123,7 +126,8 @@ def _role(name: str, shape: tuple[int, ...], modules: dict[str, nn.Module], voca
         return "an embedding"
     if any("Norm" in cls.__name__ for cls in type(module).__mro__):
         return "a norm"
-    is_in_layer = any(part.isdigit() for part in path.split(".")[:-1])  # the last module of nn.Sequential has a number as well
+    # A number at the end of the path, as of the last module in nn.Sequential, is that of the module itself, not of a layer.
+    is_in_layer = any(part.isdigit() for part in path.split(".")[:-1])
     if len(shape) > 1 and shape[0] in vocabularies and not is_in_layer:
         return "an output layer: as many rows as an embedding"
     if last in OUTPUT_NAMES and not is_in_layer:

@@ -34,11 +34,11 @@ class _Step(Fingerprint):
         return self.text()
 
 
-class _Entry:
-    """Entries of one optimizer's steps in one log.
+class _LogEntries:
+    """Writes the entries of one optimizer's steps into one log.
 
-    An entry has the class, the options, a hash of the parameters per group of the optimizer, and a flag that gradients were
-    written after they were reduced.
+    Each entry has the class, the options, a hash of the parameters per group of the optimizer, and whether the gradient of the
+    first parameter was written after it was reduced, as by clipping.
     """
 
     __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")
@@ -46,7 +46,8 @@ class _Entry:
     def __init__(self, log: CollectiveLog, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
         """`members`: (index of the optimizer group, parameter, its unit) for each parameter."""
         first = min((unit for _, _, unit in members), key=lambda unit: unit.global_id)
-        self._unit, self._log = weakref.ref(first), weakref.ref(log)  # the unit, since its parameter groups may be rebuilt
+        # The unit, not its ParamGroup: `refresh` may build new ones.
+        self._unit, self._log = weakref.ref(first), weakref.ref(log)
         names: dict[int, list[str]] = {}  # names of the parameters, by group
         for index, parameter, unit in members:
             names.setdefault(index, []).append(f"{unit.global_id} {parameter.name}")
@@ -101,7 +102,7 @@ class _Options:
 
 
 class StepEntries:
-    """Entries of one optimizer's steps: one per step and log, for the logs of all its sharded parameters.
+    """Adds one entry per step of an optimizer to each log that has some of its sharded parameters.
 
     The options are those in the optimizer's defaults, if they are plain values or one-element tensors on the host. Other
     values in the groups, such as counters, are not compared between ranks.
@@ -122,7 +123,7 @@ class StepEntries:
                 if unit is not None and unit.groups:
                     log = unit.runtime.communicator.log_of(parameter.sharding.axis)
                     found.setdefault(log, []).append((index, parameter, unit))
-        self._entries = [_Entry(log, members) for log, members in found.items()]
+        self._entries = [_LogEntries(log, members) for log, members in found.items()]
 
     def log_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Add an entry for one step to every log."""
@@ -139,13 +140,18 @@ class StepEntries:
         """Read the options again, and choose the fastest way to compare them in the next step."""
         self._options = _Options(self._options.name, self._names, [*map(self._read_plain, groups)])
         held = [[group.get(name) for name in self._names] for group in groups]
-        if len(self._names) < 2 or any(value is None or isinstance(value, Tensor) for values in held for value in values):
+        if len(self._names) < 2 or any(_may_change(value) for values in held for value in values):
             self._read, self._known = self._read_plain, list(self._options.values)
         else:
             self._read, self._known = itemgetter(*self._names), [*map(tuple, held)]
 
     def _read_plain(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple([_plain(group.get(name)) for name in self._names])
+
+
+def _may_change(value: Any) -> bool:
+    """Return True for values that are changed in place or may be missing, whose comparison with themselves shows nothing."""
+    return value is None or isinstance(value, (Tensor, list)) or (isinstance(value, tuple) and any(map(_may_change, value)))
 
 
 def _plain(value: Any) -> Any:

@@ -251,18 +251,16 @@ def _run_rank(rank: int, ranks: int, program: _Program, store: str, results: Any
 def _run_on_processes(program: _Program, ranks: int) -> Verdict:
     """Run the program on gloo ranks on the CPU of this machine."""
     context: Any = torch.multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes, readers = [], []
     with tempfile.TemporaryDirectory(prefix="fullshard-verify") as folder:
         store = os.path.join(folder, "store")
-        processes = [
-            context.Process(target=_run_rank, args=(rank, ranks, program, store, writer))
-            for rank, (_, writer) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
-        results_of_ranks = [
-            _result_of(rank, *pair) for rank, pair in enumerate(zip(processes, (reader for reader, _ in pipes)))
-        ]
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            processes.append(context.Process(target=_run_rank, args=(rank, ranks, program, store, writer)))
+            processes[-1].start()
+            writer.close()  # here, so that no later process inherits it: the end of this process ends the pipe
+            readers.append(reader)
+        results_of_ranks = _results_of(processes, readers)
         for process in processes:
             process.join()
     failed = [
@@ -273,14 +271,26 @@ def _run_on_processes(program: _Program, ranks: int) -> Verdict:
     return next(verdict for _, verdict, _ in results_of_ranks)
 
 
-def _result_of(rank: int, process: Any, reader: Any) -> tuple[int, Any, str | None]:
-    """Return (rank, verdict, text of its error) of a process, also of one that ended without a word, as by a signal."""
-    connection.wait([reader, process.sentinel])
-    if reader.poll():
-        found: tuple[int, Any, str | None] = reader.recv()
-        return found
-    process.join()
-    return rank, None, f"The process ended with exit code {process.exitcode}."
+def _results_of(processes: list[Any], readers: list[Any]) -> list[tuple[int, Any, str | None]]:
+    """Return (rank, verdict, text of its error) of each process, also of one that ended without saying so, as by a signal."""
+    found: dict[int, tuple[int, Any, str | None]] = {}
+    while len(found) < len(processes):
+        waiting = [rank for rank in range(len(processes)) if rank not in found]
+        # Whichever comes first: a rank that cannot send the text of its error keeps the others waiting in a collective.
+        connection.wait([one for rank in waiting for one in (readers[rank], processes[rank].sentinel)])
+        for rank in waiting:
+            ended = processes[rank].exitcode is not None  # before the pipe is read
+            try:
+                if readers[rank].poll():
+                    found[rank] = readers[rank].recv()
+            except EOFError:
+                ended = True
+            if ended and rank not in found:
+                processes[rank].join()
+                found[rank] = rank, None, f"The process ended with exit code {processes[rank].exitcode}."
+    for reader in readers:
+        reader.close()
+    return [found[rank] for rank in range(len(processes))]
 
 
 def verify_arguments(factory: Callable[[], object]) -> dict[str, Any]:

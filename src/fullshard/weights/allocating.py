@@ -35,6 +35,24 @@ class AllocatedTensors:
                 mark_unwritten(unit, left, "load_weights() allocated")
         _mark_unmanaged(self._others.without(written), "load_weights() allocated")
 
+    def mark_all(self, model: nn.Module) -> None:
+        """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them."""
+        of_units: set[int] = set()
+        for unit, fresh in self._by_unit:
+            modules = list(_modules_of(unit))
+            of_units.update(map(id, modules))
+            buffers = list(dict.fromkeys([*_buffers(modules), *fresh.buffers]))
+            mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers), _PARTLY_WRITTEN)
+        plain = [
+            (weakref.ref(module), name)
+            for module in model.modules()
+            for name, one in _torch.parameters_of(module).items()
+            if one is not None and not logical_parameters([one])
+        ]
+        buffers = _buffers(module for module in model.modules() if id(module) not in of_units)
+        others = dict.fromkeys([*plain, *buffers, *self._others.buffers])
+        _mark_unmanaged(UninitializedTensors([], list(others)), _PARTLY_WRITTEN)
+
 
 def allocate(model: nn.Module, tensors: ModelTensors) -> AllocatedTensors:
     """Allocate memory for all tensors on meta: shards on the device of their unit, other tensors on the device of the mesh."""
@@ -80,15 +98,24 @@ def _mark_unmanaged(tensors: UninitializedTensors, by: str) -> None:
 
 def has_marks(model: nn.Module, units: Iterable[Unit]) -> bool:
     """Return True if tensors of a model are marked as having no values and no forward has checked them since."""
-    return any(unit.checks.uninitialized is not None for unit in units) or any(one in _UNMANAGED for one in model.modules())
+    return bool(_marked(model, units))
+
+
+def _marked(model: nn.Module, units: Iterable[Unit]) -> list[UninitializedTensors]:
+    found = [unit.checks.uninitialized for unit in units] + [_UNMANAGED.get(module) for module in model.modules()]
+    return [one for one in found if one is not None]
+
+
+def unwritten_ids(model: nn.Module, units: Iterable[Unit]) -> set[int]:
+    """Return the ids of the local tensors of this rank that are marked as having no values, and that nothing has written."""
+    return set().union(*(one.remaining_ids() for one in _marked(model, units)))
 
 
 def check_values(model: nn.Module, units: Iterable[Unit], doing: str) -> None:
     """Raise ValueError if parameters or persistent buffers of this rank have no values, naming up to four of them."""
-    fresh = [unit.checks.uninitialized for unit in units] + [_UNMANAGED.get(module) for module in model.modules()]
-    for one in fresh:
-        left = [] if one is None else one.remaining()
-        if one is not None and left:
+    for one in _marked(model, units):
+        left = one.remaining()
+        if left:
             raise ValueError(
                 f"{doing} found no values: {one.cause} {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}, and nothing "
                 f"has written {'it' if len(left) == 1 else 'them'} since. Load or initialize the model first."
@@ -96,23 +123,6 @@ def check_values(model: nn.Module, units: Iterable[Unit], doing: str) -> None:
 
 
 _PARTLY_WRITTEN = "load_weights() failed and left half written:"
-
-
-def mark_all(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Mark all parameters and persistent buffers after a failed load, which wrote an unknown part of them."""
-    of_units: set[int] = set()
-    for unit in units:
-        modules = list(_modules_of(unit))
-        of_units.update(map(id, modules))
-        mark_unwritten(unit, UninitializedTensors(list(unit.parameters), _buffers(modules)), _PARTLY_WRITTEN)
-    unmanaged = [module for module in model.modules() if id(module) not in of_units]
-    plain = [
-        (weakref.ref(module), name)
-        for module in model.modules()
-        for name, one in _torch.parameters_of(module).items()
-        if one is not None and not logical_parameters([one])
-    ]
-    _mark_unmanaged(UninitializedTensors([], [*plain, *_buffers(unmanaged)]), _PARTLY_WRITTEN)
 
 
 def _buffers(modules: Iterable[nn.Module]) -> list[tuple[weakref.ref[nn.Module], str]]:
@@ -142,4 +152,4 @@ def _unmanaged_on_meta(model: nn.Module, of_units: Container[int]) -> Iterator[t
                 yield weakref.ref(module), name
 
 
-__all__ = ["AllocatedTensors", "allocate", "check_values", "has_marks", "mark_all"]
+__all__ = ["AllocatedTensors", "allocate", "check_values", "has_marks", "unwritten_ids"]

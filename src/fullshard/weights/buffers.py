@@ -34,7 +34,7 @@ def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> di
         raise ValueError(f"buffers() fails under torch.device('meta'): {type(failure).__name__}: {failure}") from failure
     if not isinstance(made, nn.Module):
         raise ValueError(f"buffers() must return the newly built model, got a {type(made).__name__}.")
-    known = {name: known.value() for name, known in values_of_buffers(made, values).items()}
+    known = {name.replace(WRAPPED, ""): known.value() for name, known in values_of_buffers(made, values).items()}
     expected = {name.replace(WRAPPED, ""): buffer for name, buffer in model.named_buffers()}
     found = {name: value for name, value in known.items() if value is not None and name in expected}
     for name, value in found.items():

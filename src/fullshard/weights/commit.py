@@ -13,7 +13,7 @@ If the directory cannot be exchanged (a mount point, the current directory), the
 files are moved one by one (see inside.py).
 
 If a save has written and synced its content but cannot move it into place, the content stays as <token>/. The owner file
-records its name, and the next successful save removes it.
+records its name, and the next successful save to this directory removes it. With `step=`, that is a save of the same step.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Replacement:
         before = f"the previous checkpoint is in {old}" if old.exists() else f"{self.directory} is unchanged"
         raise RuntimeError(
             f"{failure}. The new checkpoint is complete in {self.path}, and {before}. Load it from there or move it. It is "
-            "kept until a later save succeeds."
+            "kept until a later save to it succeeds."
         ) from failure
 
     def _remove_earlier(self) -> None:

@@ -231,22 +231,26 @@ class EMA:
             >>> with ema.swapped():                                                           # doctest: +SKIP
             ...     evaluate(model)
         """
-        before = self._swap(self.values())
+        averages = self.values()
+        # All copies before anything is written, since memory may run out.
+        weights = {
+            entry.names[0]: entry.local.detach().clone()
+            for entry in self._tensors("EMA.swapped()").entries
+            if averages.get(entry.names[0]) is not None
+        }
+        self._write(averages)
         self._swapped += 1
         try:
             yield
         finally:
             self._swapped -= 1
-            self._swap(before)
+            self._write(weights)
 
     @torch.no_grad()
-    def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Overwrite the weights with `values` and return the old weights by name."""
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite the weights with `values`, which needs no memory."""
         tensors = self._tensors("EMA.swapped()")
-        swapped = [entry for entry in tensors.entries if values.get(entry.names[0]) is not None]
-        # All copies first, since memory may run out.
-        before = {entry.names[0]: entry.local.clone() for entry in swapped}
-        for entry in swapped:
+        for entry in (entry for entry in tensors.entries if values.get(entry.names[0]) is not None):
             if entry.parameter is not None:
                 entry.parameter.wait_for_readers()  # a copy to the device may still read the shard (CPU offload)
             entry.local.copy_(values[entry.names[0]])
@@ -254,7 +258,6 @@ class EMA:
                 entry.parameter.note_write()
         for unit in tensors.units:
             unit.log_write("EMA.swapped()")
-        return before
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the number of updates.
@@ -305,9 +308,10 @@ class EMA:
                         f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}."
                     )
                 given[name] = value.view(values[name].shape)
+        calls, updates = int(state["calls"]), int(state["updates"])
         for name, value in given.items():
             values[name].copy_(value)
-        self.calls, self.updates = int(state["calls"]), int(state["updates"])
+        self.calls, self.updates = calls, updates
 
     def _entries(self) -> tuple[ModelEntry, ...]:
         return tensors_of(self._model).entries

@@ -292,6 +292,8 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     """
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
+    except BadFile:
+        raise
     except (ValueError, RecursionError) as failure:  # ValueError: no UTF-8, no JSON, or a number with too many digits
         raise BadFile(f"{path}: its header is not valid JSON ({failure}).") from failure
     if not isinstance(entries, dict):
@@ -368,7 +370,8 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], meta
             )
         if dtype not in NAMES:
             raise ValueError(
-                f"Tensor '{name}' of {dtype} cannot be saved: the file format does not have this dtype. Pass dtype=."
+                f"Tensor '{name}' of {dtype} cannot be saved: the file format does not have this dtype. Cast it, or "
+                "leave it out by key_map=[Drop(...)]."
             )
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0

@@ -160,7 +160,7 @@ def is_weights(name: str, single: str = SINGLE) -> bool:
     """
     head, _, tail = map(re.escape, single.partition("."))
     # One of several files, as 'model-00001-of-00003.safetensors'; behind it the token of a save into the directory itself.
-    numbered = rf"{head}-\d+-of-\d+(-[0-9a-z]+)?\.{tail}"
+    numbered = rf"{head}-[0-9]+-of-[0-9]+(-[0-9a-f]{{8}})?\.{tail}"
     return name in (single, index_of(single)) or re.fullmatch(numbered, name) is not None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fullshard.core import Agreement
 from fullshard.errors import check_positive_int
-from fullshard.weights.allocating import allocate, mark_all
+from fullshard.weights.allocating import allocate, unwritten_ids
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
 from fullshard.weights.buffers import built_buffers, fill_buffers
@@ -163,7 +163,7 @@ def load_weights(
             )
             if _ranks_have_same_files(group, files, plan.files(group.index), known, last=attempt == ATTEMPTS - 1):
                 break
-        missing_on_meta = _missing_on_meta(model, match)
+        unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         fresh = allocate(model, tensors)
         tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
         local = {entry.target.name: entry.local for entry in tensors.entries}
@@ -176,8 +176,7 @@ def load_weights(
                 load.run(plan)
             group.run(files.check_unchanged)
         except BaseException:
-            fresh.mark_remaining(())  # what was on meta, also buffers that no checkpoint has
-            mark_all(model, tensors.units)  # some shards have new values: no forward may use the mixture
+            fresh.mark_all(model)  # some shards have new values: no forward may use the mixture
             raise
         finally:
             load.reader.close()
@@ -191,7 +190,7 @@ def load_weights(
         elif plain is not None and not plain.is_inference():
             torch.autograd.graph.increment_version(plain)
     written = {id(entry.parameter or entry.plain) for entry in tensors.entries if entry.target.name not in match.missing}
-    filled = fill_buffers(model, built, missing_on_meta)
+    filled = fill_buffers(model, built, unwritten)
     written |= {id(buffer) for name, buffer in model.named_buffers() if name.replace(WRAPPED, "") in filled}
     fresh.mark_remaining(written)
     return Loaded(
@@ -204,16 +203,22 @@ def load_weights(
         missing=match.missing,
         unexpected=match.unexpected,
         rules=match.rules,
-        unwritten=tuple(name for name in missing_on_meta if name not in filled),
+        unwritten=tuple(name for name in unwritten if name not in filled),
     )
 
 
-def _missing_on_meta(model: nn.Module, match: _Match) -> list[str]:
-    """Return the names of tensors on meta that are not in the checkpoint."""
+def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> list[str]:
+    """Return the names of tensors that have no values and are not in the checkpoint.
+
+    Args:
+        model: the model.
+        match: what the checkpoint has.
+        unwritten: ids of tensors that have memory but no values, as those that a failed load or `to_empty` allocated.
+    """
     read = {name for entry, _ in match.found for name in entry.names}
     tensors = (*model.named_parameters(), *model.named_buffers())
     named = ((name.replace(WRAPPED, ""), tensor) for name, tensor in tensors)
-    return [name for name, tensor in named if tensor.device.type == "meta" and name not in read]
+    return [name for name, one in named if (one.device.type == "meta" or id(one) in unwritten) and name not in read]
 
 
 def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:

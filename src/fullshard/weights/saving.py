@@ -122,9 +122,10 @@ def save_weights(
 ) -> Saved | Saving[Saved]:
     """Save a model as an ordinary safetensors checkpoint, byte for byte as `save_pretrained` writes it. Collective.
 
-    Every rank writes its own rows to their final place in the files. Replicated rows are divided among their ranks. Ranks that
-    have only columns of a tensor first send them to each other, so that each writes complete rows. A rank uses at most
-    `buffer_bytes` of memory in addition to its shards. The new checkpoint is written to a temporary directory next to
+    Every rank writes its own rows to their final place in the files. Replicated rows are divided among their ranks; the first
+    rank writes tensors that are not sharded, since other ranks may have other values of them. Ranks that have only columns of a
+    tensor first send them to each other, so that each writes complete rows. A rank uses at most `buffer_bytes` of memory in
+    addition to its shards. The new checkpoint is written to a temporary directory next to
     `directory`, and the two are swapped atomically at the end: `directory` always contains either the complete old checkpoint
     or the complete new one.
 
@@ -169,7 +170,7 @@ def save_weights(
             no values, the directory is a file or the root, or another save to it is running.
         RuntimeError: on every rank: if a rank could not write, now or in an earlier background save. The directory is
             unchanged. If everything is written and only the swap fails, the text has the path of the new, complete
-            checkpoint, which is kept until a later save succeeds.
+            checkpoint, which is kept until a later save to this directory succeeds.
         StateError: inside a forward or backward.
 
     Example:
@@ -193,11 +194,11 @@ def save_weights(
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
-    options = repr((buffer_bytes, weights is not None, bool(background))).encode()
+    options = repr((buffer_bytes, weights is not None, each_rank is not None, background)).encode()
     if not group.all_equal(_fingerprint(layout, outputs) + options):
         raise ValueError(
-            "key_map, dtype or max_shard_bytes differ between ranks, or buffer_bytes, weights or background. Pass the same on "
-            "all ranks."
+            "key_map, dtype or max_shard_bytes differ between ranks, or buffer_bytes, weights, each_rank or background. Pass "
+            "the same on all ranks."
         )
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)

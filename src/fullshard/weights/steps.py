@@ -25,7 +25,7 @@ _STEP = re.compile(r"step-\d+")
 
 
 class Steps:
-    """The directory of one step.
+    """The directory of one step, among those of all steps.
 
     Args:
         directory: directory of all steps.
@@ -72,27 +72,29 @@ class Steps:
         self._prune()
 
     def _prune(self) -> None:
-        found: list[tuple[int, Path]] = []
+        found: list[Path] = []
         for entry in self._all.iterdir():
             if entry.name.startswith(".step-") and entry.name.endswith(".removing"):  # left by a save that was killed
                 shutil.rmtree(entry, ignore_errors=True)
-            elif _STEP.fullmatch(entry.name) and entry != self.directory:
-                with suppress(FileNotFoundError):  # another save removed it
-                    found.append((_saved_at(entry), entry))
+            elif _STEP.fullmatch(entry.name) and entry != self.directory and entry.is_dir():
+                found.append(entry)
         if self._keep is None:
             return
         # Sort by time and not by number: training that resumes from an earlier step saves lower numbers, and needs these steps.
-        for _, entry in sorted(found, reverse=True)[self._keep - 1 :]:
+        for entry in sorted(found, key=_saved_at, reverse=True)[self._keep - 1 :]:
             gone = self._all / f".{entry.name}.removing"
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # another save removed it
                 os.rename(entry, gone)  # atomic, so that no reader finds a partly removed step
                 shutil.rmtree(gone, ignore_errors=True)
 
 
 def _saved_at(directory: Path) -> int:
     """Return when the weights in a directory were written, ns. Other files may have been added to it later."""
-    weights = [entry.stat().st_mtime_ns for entry in directory.iterdir() if entry.name.endswith(".safetensors")]
-    return max(weights, default=directory.stat().st_mtime_ns)
+    try:
+        weights = [entry.lstat().st_mtime_ns for entry in directory.iterdir() if entry.name.endswith(".safetensors")]
+        return max(weights, default=directory.stat().st_mtime_ns)
+    except OSError:  # another save removed it, or it belongs to somebody else
+        return 0
 
 
 __all__ = ["Steps"]

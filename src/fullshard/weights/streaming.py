@@ -456,7 +456,7 @@ def _assembled(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]],
         source = _source(piece.source, values, dtype)
         return piece.view_as_mapped(source[piece.source_box(piece.at).slices()])
     if not mapped.pieces:  # no elements
-        return torch.empty(mapped.shape, dtype=mapped.dtype if dtype is None else dtype)
+        return torch.empty(mapped.shape, dtype=_output_dtype(mapped.dtype, dtype))
     full: Tensor | None = None
     for piece in mapped.pieces:
         part = piece.view_as_mapped(_source(piece.source, values, dtype)[piece.source_box(piece.at).slices()])

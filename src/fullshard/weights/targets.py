@@ -68,7 +68,7 @@ class ModelTensors:
         """Return the agreement of all ranks of the model in one call, whose name is `doing`."""
         if len(self.ranks) == 1:
             return Agreement(None, [], UnitName(""), doing)
-        # The largest mesh has all ranks. Its FSDP axis and its tensor parallel axes together connect all of them.
+        # The largest mesh has all ranks. Its unit's axis and its tensor parallel axes together connect all of them.
         unit, sharding = max(
             ((unit, p.sharding) for unit in self.units for p in unit.parameters),
             key=lambda found: found[1].mesh.size(),
@@ -97,10 +97,10 @@ def _with_value(entry: ModelEntry, value: Tensor) -> ModelEntry:
 
 
 def from_first_rank(tensors: ModelTensors) -> ModelTensors:
-    """Return the tensors of a model with those that are not sharded on the first rank only.
+    """Return the tensors of a model, where only the first rank has those that no unit manages.
 
-    Ranks may have different values of these, as running statistics of batch norms. So one rank saves them: parts from several
-    ranks would be the state of none.
+    Ranks may have different values of these, as running statistics of batch norms. So one rank saves them: a file with parts
+    from several ranks would be the state of no rank.
     """
     known: dict[tuple[int, ...], ShardMap] = {}
 
@@ -130,7 +130,7 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
 
     Args:
         model: the model.
-        prepare: called with each unit first, since a unit that takes over what the user assigned may have new groups.
+        prepare: called with each unit before its tensors are listed, since it may change the unit's groups.
 
     Raises:
         ValueError: if `model` is not a module.
@@ -217,18 +217,18 @@ def _entry(
     return ModelEntry(names, ModelTensor(names[0], tensor.dtype, shape, known[shape]), None, tensor)
 
 
-def shard_map_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequence[int]) -> ShardMap:
+def shard_map_of(sharding: ParamSharding, full_mesh: DeviceMesh, ranks: Sequence[int]) -> ShardMap:
     """Return the shards of a parameter on all ranks.
 
     Args:
-        sharding: of the parameter. Its mesh may have only some dims of `everything`; along the others it is replicated.
-        everything: mesh with all ranks.
+        sharding: of the parameter. Its mesh may have only some dims of `full_mesh`; along the others it is replicated.
+        full_mesh: mesh with all ranks.
         ranks: global ranks, in the order of the result.
     """
-    if sharding.mesh.size() == everything.size():  # other dims of the same ranks, as with and without levels over replicas
-        everything = sharding.mesh
-    axes = _axes_in(sharding.mesh, everything)
-    shape, places = tuple(sharding.shape), everything.mesh
+    if sharding.mesh.size() == full_mesh.size():  # the same ranks under other dims, as (replicate, shard) and one flat dim
+        full_mesh = sharding.mesh
+    axes = _axes_in(sharding.mesh, full_mesh)
+    shape, places = tuple(sharding.shape), full_mesh.mesh
     found: dict[int, Box | None] = {}
     for place in product(*map(range, places.shape)):
         ranges = sharding.ranges_at([place[axis] for axis in axes])
@@ -237,17 +237,26 @@ def shard_map_of(sharding: ParamSharding, everything: DeviceMesh, ranks: Sequenc
     return ShardMap(shape, tuple(found[rank] for rank in ranks))
 
 
-def _axes_in(mesh: DeviceMesh, everything: DeviceMesh) -> list[int]:
+def _axes_in(mesh: DeviceMesh, full_mesh: DeviceMesh) -> list[int]:
     """Return the dims of a smaller mesh as dims of the mesh with all ranks."""
-    if tuple(mesh.mesh.shape) == tuple(everything.mesh.shape):
+    if tuple(mesh.mesh.shape) == tuple(full_mesh.mesh.shape):
         return list(range(mesh.ndim))
-    names, known = mesh.mesh_dim_names or (), everything.mesh_dim_names or ()
+    names, known = mesh.mesh_dim_names or (), full_mesh.mesh_dim_names or ()
     if len(names) != mesh.ndim or not set(names) <= set(known):
         raise StateError(
-            f"Parameters of this model are on {mesh}, whose mesh dims are not dims of {everything}. "
+            f"Parameters of this model are on {mesh}, whose mesh dims are not dims of {full_mesh}. "
             "Take both from one mesh with mesh dim names."
         )
     return [known.index(name) for name in names]
 
 
-__all__ = ["WRAPPED", "ModelEntry", "ModelTensors", "from_first_rank", "shard_map_of", "tensors_of", "with_values"]
+__all__ = [
+    "WRAPPED",
+    "ModelEntry",
+    "ModelTensors",
+    "from_first_rank",
+    "reshard_for",
+    "shard_map_of",
+    "tensors_of",
+    "with_values",
+]

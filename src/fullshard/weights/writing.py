@@ -38,16 +38,17 @@ class Writer:
         on_progress: called periodically in `finish` with the bytes written so far. An exception in it is raised by `finish`.
 
     Attributes:
-        written: bytes written so far.
+        written: bytes of all writes that `finish` has waited for.
     """
 
     def __init__(self, folder: Path, *, threads: int, on_progress: Callable[[int], object] | None = None) -> None:
         self._on_progress, self._reported = on_progress, 0
-        self._under_way, self._lock = 0, threading.Lock()
+        self._so_far, self._lock = 0, threading.Lock()  # bytes that the threads have written
         self._folder = folder
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fullshard-write")
         self._open: dict[str, int] = {}
         self._tasks: list[Future[int]] = []
+        self._waiting: list[deque[Write]] = []  # by task, the writes that have not started
         self.written = 0
 
     def run(self, writes: Sequence[Write]) -> None:
@@ -65,6 +66,7 @@ class Writer:
         for write in writes:
             files.setdefault(write.file, deque()).append(write)
         for file, waiting in files.items():
+            self._waiting.append(waiting)
             self._tasks.append(self._pool.submit(_write_all, self._descriptor(file), waiting, self._count))
 
     def finish(self) -> None:
@@ -76,6 +78,7 @@ class Writer:
         tasks, self._tasks = self._tasks, []
         raised = self._report_until_done(tasks) if self._on_progress is not None else None
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
+        self._waiting.clear()
         self.written += sum(task.result() for task in tasks if task.exception() is None)
         if failures:
             raise failures[0]
@@ -84,7 +87,7 @@ class Writer:
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
-            self._under_way += nbytes
+            self._so_far += nbytes
 
     def _report_until_done(self, tasks: Sequence[Future[int]]) -> Exception | None:
         """Report the written bytes periodically until all writes are done. Return an exception of the callback, if any."""
@@ -92,8 +95,8 @@ class Writer:
         pending, raised = set(tasks), None
         while pending:
             _, pending = wait(pending, timeout=_REPORT_INTERVAL)
-            if raised is None and self._under_way > self._reported:
-                self._reported = self._under_way
+            if raised is None and self._so_far > self._reported:
+                self._reported = self._so_far
                 try:
                     self._on_progress(self._reported)
                 except Exception as failure:
@@ -111,7 +114,9 @@ class Writer:
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Stop the threads and close the files."""
+        """Wait for the writes that have started, give up all others, and close the files."""
+        for waiting in self._waiting:
+            waiting.clear()
         self._pool.shutdown(cancel_futures=True)
         for descriptor in self._open.values():
             os.close(descriptor)
@@ -121,8 +126,11 @@ class Writer:
 def _write_all(descriptor: int, waiting: deque[Write], count: Callable[[int], None]) -> int:
     """Write everything in `waiting` and return the number of bytes. `count` is called with the bytes of each system call."""
     total = 0
-    while waiting:
-        write = waiting.popleft()  # the queue must not keep the memory of finished writes alive
+    while True:
+        try:
+            write = waiting.popleft()  # the queue must not keep the memory of finished writes alive
+        except IndexError:  # all are written, or `close` gave up the rest
+            return total
         view, done = memoryview_of(write.tensor), 0
         while done < len(view):
             offset = write.offset + done
@@ -135,7 +143,6 @@ def _write_all(descriptor: int, waiting: deque[Write], count: Callable[[int], No
             done += written
             count(written)
         total += done
-    return total
 
 
 __all__ = ["Write", "Writer"]
