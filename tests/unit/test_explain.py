@@ -1029,3 +1029,44 @@ def test_the_speed_of_replicas_is_compared_with_that_of_their_own_link() -> None
     run.speeds = lambda: {**speeds, "all_reduce": 2 * speeds["all_reduce"]}
     (one,) = _network(r, run)  # type: ignore[arg-type]
     assert one.weight == 0.5 and one.text.endswith("2.00 of the assumed speed")
+
+
+def test_a_plan_that_was_edited_is_read_again() -> None:
+    plan = fullshard.plan_model(build())
+    r = explain(plan=plan)
+    plan.drop(plan.units[0].name)
+    edited = r.but(plan=plan)
+    assert len(edited.plan.units) == len(r.plan.units) - 1 == len(plan.units)
+    assert edited.messages == explain(plan=plan).messages != r.messages
+    plan.set(plan.units[0].name, reshard_afer_forward=False)
+    with pytest.raises(TypeError, match=r"fully_shard\(\) has no option 'reshard_afer_forward'"):
+        r.but(plan=plan)
+
+
+def test_what_cannot_be_predicted_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="keep_unsharded_storage=True needs engine='fullshard'"):
+        explain(engine="fsdp2", keep_unsharded_storage=True)
+    with pytest.raises(ValueError, match="world must be an int of at least 1, got '8'"):
+        explain(world="8")
+    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+        fullshard.calibrate("machine.json", ranks=0)
+
+
+class Grouped(nn.Module):
+    """Attention with fewer heads of keys and values than of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, kv = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.kv))
+        return nn.functional.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True)
+
+
+def test_groups_of_heads_in_fp32_take_the_memory_of_all_weights() -> None:
+    """torch has no memory-efficient kernel for them, and keeps a weight per pair of positions and head."""
+    told = {"world": 1, "loss": torch.sum, "batch": torch.empty(2, 256, 64)}
+    weights = 2 * 8 * 256 * 256 * 4
+    assert fullshard.explain(Grouped, **told, mp_policy=MixedPrecisionPolicy()).peak > weights
+    assert fullshard.explain(Grouped, **told, mp_policy=MixedPrecisionPolicy(torch.bfloat16)).peak < weights

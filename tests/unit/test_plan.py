@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import Plan, PlannedUnit
+from fullshard.wrap.auto_policy import AutoPolicy
 from fullshard.wrap.plan import ModelSummary
+from fullshard.wrap.whole_model import plan_model
 
 
 def test_adding_a_unit_that_is_planned_already_takes_its_place() -> None:
@@ -20,3 +22,36 @@ def test_adding_a_unit_that_is_planned_already_takes_its_place() -> None:
         ("2", {}),
         ("(model)", {"buffers": "mean"}),
     ]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Levels(nn.Module):
+    """An encoder as of VQGAN: each level is an nn.Module without a forward that holds lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList()
+        for _ in range(2):
+            level = nn.Module()
+            level.block = nn.ModuleList([Block(), Block()])
+            self.down.append(level)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for level in self.down:
+            for block in level.block:
+                x = block(x)
+        return x
+
+
+def test_a_module_without_a_forward_is_no_block() -> None:
+    """It was chosen, and refused as a unit that the user had not named."""
+    plan = plan_model(Levels(), AutoPolicy(tiny=0))
+    assert [unit.name for unit in plan.units] == [*(f"down.{i}.block.{j}" for i in (0, 1) for j in (0, 1)), "(model)"]

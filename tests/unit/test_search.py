@@ -221,3 +221,26 @@ def test_a_search_names_the_least_memory_that_is_fast_enough() -> None:
 def test_a_search_refuses_spaces_and_limits_that_cannot_be(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         search(partial(Model, 64, 2), torch.empty(4, 8, 64, device="meta"), world=8, loss=torch.sum, **options)
+
+
+def test_values_that_print_alike_are_all_tried() -> None:
+    """Settings were found again by their text, which has no compute dtype, and of a plan only the number of its units."""
+    build, batch = partial(Model, 64, 3), torch.empty(8, 4, 64, device="meta")
+    policies = [fullshard.MixedPrecisionPolicy(dtype, torch.float32) for dtype in (torch.float16, None)]
+    plans = []
+    for dropped in ("blocks.0", "blocks.1"):
+        plans.append(fullshard.plan_model(build()))
+        plans[-1].add(dropped) if dropped not in {unit.name for unit in plans[-1].units} else plans[-1].drop(dropped)
+    comms = [fullshard.CommPolicy(direct_min_bytes=nbytes) for nbytes in (0, 1 << 40)]
+    for over in ({"mp_policy": policies}, {"plan": plans}, {"comm_policy": comms}):
+        found = search(build, batch, goal="fastest", world=8, loss=torch.sum, over=over, tolerance=0.0, seconds=1e9)
+        (name,) = over
+        assert [one.changes.get(name) for one in found.tried] == [None, *over[name]], found
+
+
+def test_a_mesh_may_be_a_list_and_no_microbatches_are_refused_by_name() -> None:
+    build, batch = partial(Model, 64, 2), torch.empty(8, 4, 64, device="meta")
+    found = search(build, batch, goal="fastest", world=8, loss=torch.sum, mesh=[2, 4], over={"accumulate": (True, False)})
+    assert found.best is not None and found.best.explanation.setting.hybrid
+    with pytest.raises(ValueError, match="microbatches"):
+        search(build, batch, goal="fastest", world=8, loss=torch.sum, over={"microbatches": (0,)})

@@ -36,7 +36,7 @@ def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -
 
 
 def register_first_step_post_hook(hook: Callable[..., None]) -> RemovableHandle:
-    """Call `hook` (optimizer, args, kwargs) after the step of any optimizer, before the hooks that are registered already."""
+    """Call `hook` (optimizer, args, kwargs) after any optimizer's step and its own hooks, before all other global hooks."""
     handle = register_optimizer_step_post_hook(hook)
     # Private: `hooks_dict_ref`, the weak reference of the handle to the table of hooks, whose order is that of the calls.
     handle.hooks_dict_ref().move_to_end(handle.id, last=False)  # type: ignore[union-attr]
@@ -45,8 +45,8 @@ def register_first_step_post_hook(hook: Callable[..., None]) -> RemovableHandle:
 
 def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Orthogonalize a matrix as torch's Muon does. The result is bfloat16; a bfloat16 argument may be overwritten."""
-    # Private: the functions of `torch.optim.Muon`, which it calls for each parameter. Calling the same ones keeps steps equal
-    # to torch's, bit for bit, in every version.
+    # Private, here and in the next three functions: what torch's Muon calls for each parameter. Calling the same functions
+    # keeps steps equal to torch's, bit for bit, in every version.
     return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
 
 
@@ -57,7 +57,7 @@ def step_muon(lists: tuple[list[Tensor], ...], options: dict[str, Any], *, has_c
 
 
 def adjusted_lr(lr: float, how: str | None, shape: torch.Size) -> float:
-    """Return the learning rate of torch's Muon for a matrix of this whole shape."""
+    """Return the learning rate of torch's Muon for a matrix of this unsharded shape. `how`: its option `adjust_lr_fn`."""
     return _muon._adjust_lr(lr, how, shape)
 
 

@@ -20,7 +20,7 @@ _LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of 
 
 
 class LateGradHook:
-    """Hook on an unsharded parameter in the graph of a backward. It runs when a second-order gradient arrives."""
+    """Hook on an unsharded parameter in the graph of a backward. It runs when a gradient arrives that passed no other hook."""
 
     __slots__ = ("_unit",)
 
@@ -40,7 +40,10 @@ class LateGradHook:
 
 
 def hook_late_grads(unit: Unit) -> None:
-    """Hook the unsharded parameters, for gradients of a second backward through the graph of the first one."""
+    """Hook the unsharded parameters, for gradients that pass no hook of an output.
+
+    Those of a second backward through the graph of the first one do, and those of an output that hides its graph.
+    """
     for parameter in unit.parameters:
         full = parameter.unsharded
         if full is not None and full.requires_grad and _LATE not in full.__dict__:
@@ -50,7 +53,7 @@ def hook_late_grads(unit: Unit) -> None:
 def check_hidden(unit: Unit, output: Any) -> None:
     """Warn if `output` shows no tensor with a graph, but a graph leads to the parameters.
 
-    That depends on the objects that are alive on this rank, so no collective may depend on it.
+    Whether a graph is found depends on what this rank keeps alive, so no collective may depend on it.
     """
     if not torch.is_grad_enabled() or unit.progress.live_graphs or _torch.current_graph_task() != -1:
         return  # the graph may be that of an earlier forward, whose outputs have hooks

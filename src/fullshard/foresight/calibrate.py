@@ -22,12 +22,17 @@ from torch.multiprocessing.spawn import spawn
 from fullshard import _torch
 from fullshard.core import StartedWork, collectives_for
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, Gpu, Network, write_machine
+from fullshard.foresight.rates import attention_fraction
 
 SIZES = ((512, 256, 256), (1024, 256, 768), (1024, 512, 512), (512, 1024, 1024))
 """Sizes (m, k, n) of the matrix products measured on a CPU: small models, as run on CPUs."""
 
 LARGE = ((4096, 4096, 4096), (8192, 4096, 11008), (8192, 8192, 8192))
 """Sizes (m, k, n) of the matrix products measured on an accelerator."""
+
+
+_LENGTH, _HEAD = 4096, 128  # of the attention measured on an accelerator
+_FORWARD, _BACKWARD = 4, 10  # flops of attention per pair of positions and element of a head
 
 
 def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Network]:
@@ -44,12 +49,20 @@ def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Networ
         The measured constants.
 
     Raises:
-        ValueError: if `ranks` is less than 1.
+        ValueError: if `ranks` is less than 1, or given where the processes are there already.
 
     Example:
         >>> calibrate("machine.json")                                                         # doctest: +SKIP
     """
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks!r}.")
+    if ranks is not None and ("RANK" in os.environ or dist.is_initialized()):
+        raise ValueError(
+            f"ranks={ranks} starts processes, but this one is a rank already. Leave ranks out: all ranks take part."
+        )
     if "RANK" in os.environ and not dist.is_initialized():
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(_backends())
         try:
             return _measure_on_all_ranks(Path(out))
@@ -58,8 +71,6 @@ def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Networ
     if dist.is_initialized():
         return _measure_on_all_ranks(Path(out))
     started = ranks or torch.accelerator.device_count() or 2
-    if started < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks!r}.")
     with tempfile.TemporaryDirectory() as folder:
         spawn(_process, (started, f"{folder}/store", str(out)), nprocs=started)
     found = json.loads(Path(out).read_text())
@@ -114,6 +125,11 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
         "overlap": found["overlap"],
         "source": source,
     }
+    if device.type != "cpu":  # `Gpu.attention` is the rate of a forward of infinite length without a mask
+        slower = [attention_fraction(backward=one, causal=True, head=_HEAD, length=_LENGTH) for one in (False, True)]
+        factor = (_FORWARD / slower[0] + _BACKWARD / slower[1]) / (_FORWARD + _BACKWARD)
+        shared["attention"] = factor * found["attention"] / found["bf16"]
+        shared["attention_fp32"] = factor * found["attention_fp32"] / found["fp32"]
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
         gpu = replace(GPUS["cpu"], name="measured", memory=memory, **shared)  # type: ignore[arg-type]
@@ -177,7 +193,8 @@ class _Bench:
     def _bandwidth(self) -> float:
         """Return bytes/s of elementwise kernels that allocate their results, as autograd does."""
         rates = []
-        # On the CPU, half of the results reuse memory that was just freed, and half are new pages, which are slower.
+        # On the CPU, small results reuse memory that was just freed and large ones get new pages, which is slower. The rate is
+        # that of half of the bytes each.
         for numel in (1 << 18, 1 << 24) if self.device.type == "cpu" else (1 << 26,):
             x, y = torch.randn(numel, device=self.device), torch.randn(numel, device=self.device)
             rates.append(numel * 4 * (3 + 3 + 2) / self._seconds(partial(_elementwise, x, y)))
@@ -197,14 +214,14 @@ class _Bench:
 
     def _attention(self, dtype: torch.dtype) -> float:
         """Return flop/s of causal attention, forward and backward; flops of masked positions are not counted."""
-        length, heads, dim = (256, 4, 32) if self.device.type == "cpu" else (4096, 16, 128)
+        length, heads, dim = (256, 4, 32) if self.device.type == "cpu" else (_LENGTH, 16, _HEAD)
         q = torch.randn(2, heads, length, dim, device=self.device, dtype=dtype, requires_grad=True)
 
         def work() -> None:
             out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
             out.backward(out)
 
-        flops = (4 + 10) * 2 * heads * length * length * dim / 2
+        flops = (_FORWARD + _BACKWARD) * 2 * heads * length * length * dim / 2
         return flops / self._seconds(work)
 
     def _network(self, sizes: tuple[tuple[int, int, int], ...]) -> dict[str, float]:

@@ -137,10 +137,12 @@ def _forwards(estimate: StepEstimate) -> list[Place]:
 def _time(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     waiting = run.waiting
     computing = run.step - sum(waiting.values())
-    predicted = estimate.step.middle - estimate.timeline.waiting
+    # The timeline is of eager mode; with torch.compile, the step is shorter by this ratio.
+    predicted = estimate.step.middle - estimate.timeline.waiting * estimate.step.middle / estimate.timeline.seconds
+    times = f": {computing / predicted:.2f} times the prediction" if predicted > 0 else ""
     yield Difference(
         "computing",
-        f"{computing * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms: {computing / predicted:.2f} times the prediction",
+        f"{computing * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms{times}",
         abs(computing - predicted) / estimate.step.middle,
     )
     for unit in dict.fromkeys([*waiting, *estimate.exposed]):

@@ -34,8 +34,8 @@ class GroupPlan:
     gloo: bool  # True if collectives run on gloo, which reduces in memory of its own
     in_flight: int  # maximum number of reductions in flight
     keep: bool = False  # True if unsharded parameters and collective buffers stay allocated
-    over_replicas: GroupLayout | None = None  # layout of the first of two hops; None with one hop
-    scatter: ReductionLayout | None = None  # the second of two hops of a reduction, over replicas
+    over_replicas: GroupLayout | None = None  # of the all-gather's first hop, over replicas; None with one hop
+    scatter: ReductionLayout | None = None  # the reduction's second hop, over replicas; None with one hop
     sums_over_shards: bool = False  # True if only the last microbatch reduces over replicas
 
     @property
@@ -45,7 +45,7 @@ class GroupPlan:
 
     @property
     def inner_shard_nbytes(self) -> int:
-        """Bytes that the first of two hops gathers, which are kept until the shards are written; 0 with one hop."""
+        """Bytes of the result of the all-gather over replicas, kept until the shards are written; 0 with one hop."""
         return 0 if self.over_replicas is None else self.over_replicas.unsharded_numel * self.dtypes.compute.itemsize
 
     @property
@@ -92,11 +92,11 @@ class SimulatedGroup:
         self.used = False
         self.deferred: SimulatedReduction | None = None  # whose reduction over replicas is left to a later one
         self._flat = -1  # unsharded parameters
-        self._inner_shard = -1  # output of the first of two hops
-        self._is_current = False  # True if no shard was written since that hop
+        self._inner_shard = -1  # result of the all-gather over replicas
+        self._is_current = False  # True if `_inner_shard` has the values of the current shards
         self._staging: list[int] = []
-        self._subgroup_shard = -1  # input of the smaller group's all-gather
-        self._kept_subgroup_shard = -1  # its block, which stays allocated with `GroupPlan.keep`
+        self._subgroup_shard = -1  # input of the smaller group's all-gather; -1 while its values are not current
+        self._kept_subgroup_shard = -1  # its block with `GroupPlan.keep`; -1 until it is allocated
         self._kept_reduced_shards: list[int] = []
         self.shard = self.allocate(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
@@ -310,7 +310,7 @@ class SimulatedReduction:
             return
         if plan.dtypes.reduced != plan.dtypes.reduce or plan.keep:
             nbytes = shard * plan.dtypes.reduced.itemsize
-            # In the arena it is the source of the copy to the host only.
+            # With `keep` and offload, it lies in the arena (`_reserve_arena`), as the source of the copy to the host.
             self._flat = -1 if plan.keep and plan.host else group.allocate(nbytes, "gradients")
         self._host = group.allocate(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
 
@@ -444,7 +444,7 @@ class SimulatedReduction:
             self.group.send(Message("to_host", dtypes.reduced, numel * dtypes.reduced.itemsize, 1))
 
     def finish_replicated(self) -> None:
-        """Finish the all-reduce over replicas."""
+        """Finish the reduction over replicas."""
         self._end()
 
     def release_inputs(self) -> None:

@@ -37,7 +37,7 @@ class Launch:
     # Bytes that kernels on the stream read and write.
     copied: int = 0
 
-    # True to start after the last wait for this stream, regardless of the operators queued since then.
+    # True to start after the last `Await` of work on this stream, regardless of the operators queued since then.
     early: bool = False
 
 
@@ -68,7 +68,7 @@ class Program:
         instructions: operators, launches and waits, in the order of the host.
         places: units and phases of the instructions, in order.
         messages: collectives, in the order of their starts.
-        retained_blocks: blocks of the last all-gather output. FSDP2 keeps them until the next unit's all-gather completes.
+        retained_blocks: only for FSDP2, which keeps the last all-gather output until the next unit's all-gather completes.
     """
 
     def __init__(self) -> None:

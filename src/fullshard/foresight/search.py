@@ -7,6 +7,7 @@ import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from fullshard.foresight.explanation import Explanation, explain
@@ -27,7 +28,8 @@ class Candidate:
     """A setting that was simulated.
 
     Args:
-        changes: arguments of `explain` that differ from the arguments of `search`, by name.
+        changes: arguments of `explain` that differ from the arguments of `search`, by name; "rows" is the number of rows of the
+            batch. Several microbatches divide the rows of the given batch among them.
         explanation: explanation of a step with this setting.
 
     Example:
@@ -54,6 +56,19 @@ class Candidate:
 
 def _changes_text(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={_value_text(value)}" for name, value in changes.items()) or "no change"
+
+
+def _key_of(changes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a key by which equal changes are found again. Their text leaves fields of policies and plans out."""
+    return tuple(sorted(((name, *_identity(value)) for name, value in changes.items()), key=itemgetter(0)))
+
+
+def _identity(value: Any) -> tuple[Any, ...]:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return type(value), value  # the types as well: True and 1 are equal, but different values of `reshard_after_forward`
 
 
 def _value_text(value: Any) -> str:
@@ -85,7 +100,7 @@ class Found:
         skipped: (changes, reason) of invalid settings.
         left: number of settings that were not simulated, since they cannot fit, or cannot be faster than the best by more than
             `gap`.
-        gap: the fraction by which a setting that was not simulated may at most be faster than the best.
+        gap: upper bound of (speed of any setting that was not simulated) / (speed of the best) - 1.
         stopped: whether the search ran out of time before it had checked all settings.
 
     Example:
@@ -196,12 +211,13 @@ def search(
         goal: "fits": the fastest setting that fits with the fewest changes, or with fewer rows if none fits. "fastest": the
             fastest setting that fits. "largest_batch": the most rows that fit (powers of two times the rows of `batch`), and
             the fastest setting with them. "fewest_gpus": the fewest ranks that fit (whole machines where one is too small),
-            with the same global batch where the ranks divide it, and the fastest setting with them.
+            with the same global batch where the ranks divide it, and the fastest setting with them. For models that take long
+            to trace, the number of ranks is bisected, as if all larger numbers fit, too.
         budget: fraction of a GPU's memory that a setting may use, more than 0, at most 1.
         over: values to try, by names of `explain`'s arguments, as in {"recompute": ("none", "block")}; None is all of the
             above.
         tolerance: the fraction by which a setting that was not simulated may be faster than the result.
-        seconds: limit of processor time. Then the search stops, and the report states how much faster the rest may be.
+        seconds: limit of processor time. Then the search stops, and the report says so.
         **arguments: the other arguments of `explain`, `world` among them.
 
     Returns:
@@ -241,7 +257,7 @@ class _Search:
         self._began, self._stopped = time.process_time(), False
         base = variants.run({})
         self._max_bytes = budget * base.gpu.memory
-        self._known: dict[str, Candidate] = {}
+        self._known: dict[tuple[Any, ...], Candidate] = {}
         self.base = self._add({}, base)
         self._axes = axes_of(base, over)
         self._all = sorted(settings(self._axes, variants.arguments), key=len)
@@ -259,7 +275,7 @@ class _Search:
             best = self._fewest_gpus()
         else:
             best = (self._fewest_changes(smallest) if goal == "fits" else self._best(self._all)) or self._fewer_rows()
-        skipped = {_changes_text(changes): (changes, why) for changes, why in self._variants.skipped}
+        skipped = {_key_of(changes): (changes, why) for changes, why in self._variants.skipped}
         tried, rest = tuple(self._known.values()), (self._left, self._gap, self._stopped)
         return Found(goal, self._budget, self.base, smallest, best, tried, tuple(skipped.values()), *rest)
 
@@ -302,15 +318,15 @@ class _Search:
         """Return the fastest setting with the fewest ranks that fit the same global batch."""
         arguments, per_node = self._variants.arguments, self._variants.arguments.machine.per_node
         worlds = [*range(1, min(per_node, arguments.world) + 1), *range(2 * per_node, arguments.world + 1, per_node)]
-        if not self._variants.quick:  # checking every world size would take minutes
+        bisects = not self._variants.quick  # checking every world size would take minutes
+        if bisects:
             worlds = worlds[self._first_world_that_fits(worlds) :]
-            self._stopped = True
         for world in worlds:
             best = self._best(self._with_world(world))
             if best is not None:
                 return best
-        # If time is up, the loop may not have checked the requested number of ranks, which may fit.
-        return self._best(self._with_world(arguments.world)) if self._stopped else None
+        # The requested number of ranks may fit, but not be among those that were checked.
+        return self._best(self._with_world(arguments.world)) if bisects or self._stopped else None
 
     def _first_world_that_fits(self, worlds: Sequence[int]) -> int:
         """Return the index of the smallest world size with a setting that fits.
@@ -346,7 +362,7 @@ class _Search:
 
     def _with_rows(self, *, rows: int) -> list[dict[str, Any]]:
         """Return all settings with the requested number of microbatches and this number of rows."""
-        # Unchanged rows are left out, so that settings simulated before are found again by their text.
+        # The requested number of rows is no change, so that settings which were simulated before are found again.
         changed = {} if rows == self._variants.rows else {"rows": rows}
         return [{**other, **changed} for other in self._all if "microbatches" not in other]
 
@@ -357,7 +373,7 @@ class _Search:
         heap: list[tuple[float, int, bool, Changes]] = []
         for number, changes in enumerate(candidates):
             self._enqueue(heap, number, changes)
-        known = [self._known[name] for _, _, _, changes in heap if (name := _changes_text(changes)) in self._known]
+        known = [self._known[key] for _, _, _, changes in heap if (key := _key_of(changes)) in self._known]
         best = max((one for one in known if self._fits(one)), key=lambda one: one.speed, default=None)
         if best is None and heap and not (self._has_found() and self._out_of_time(found=True)):
             # Simulate the setting with the lowest memory bound first, so that one that fits is found before time is up.
@@ -371,7 +387,7 @@ class _Search:
                 # The model was traced for this setting after it was queued, which gives a tighter bound.
                 self._enqueue(heap, number, changes)
                 continue
-            if self._out_of_time(found=best is not None) and _changes_text(changes) not in self._known:
+            if self._out_of_time(found=best is not None) and _key_of(changes) not in self._known:
                 return self._stop(best, len(heap) + 1, bound)
             candidate = self._attempt(changes)
             if candidate is not None and self._fits(candidate) and (best is None or candidate.speed > best.speed):
@@ -409,14 +425,14 @@ class _Search:
         return best
 
     def _attempt(self, changes: Changes) -> Candidate | None:
-        name = _changes_text(changes)
-        if name not in self._known:
+        key = _key_of(changes)
+        if key not in self._known:
             found = self._variants.attempt(changes)
             return None if found is None else self._add(changes, found)
-        return self._known[name]
+        return self._known[key]
 
     def _add(self, changes: Changes, found: Explanation) -> Candidate:
-        return self._known.setdefault(_changes_text(changes), Candidate(dict(changes), found))
+        return self._known.setdefault(_key_of(changes), Candidate(dict(changes), found))
 
     def _fits(self, candidate: Candidate) -> bool:
         return candidate.needed <= self._max_bytes and candidate.explanation.pinned <= candidate.explanation.gpu.host

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard import _torch
 from fullshard.core import has_few_rows
+from fullshard.errors import check_positive_int
 from fullshard.foresight.hardware import Gpu
 from fullshard.foresight.optimizer import Factory, OptimizerStep, muon_with_adamw, optimizer_factory, optimizer_step
 from fullshard.foresight.owners import owner_step
@@ -89,8 +90,8 @@ class TracedModel:
 
         Use the result only for facts that do not depend on the trace: the shards and the collectives of the units.
         """
-        if arguments.plan is self.arguments.plan:
-            return self
+        if arguments.plan is self.arguments.plan and not isinstance(arguments.plan, Plan):  # a Plan is edited in place
+            return replace(self, arguments=arguments)
         return replace(self, arguments=arguments, plan=plan_model(self.model, arguments.plan))
 
     def optimizer_step_for(self, factory: Factory | None, ranks: int, replicas: int) -> OptimizerStep | None:
@@ -580,6 +581,7 @@ def check_machines(world: int, gpu: Gpu) -> None:
     Raises:
         ValueError: otherwise; the text names both numbers.
     """
+    check_positive_int("world", world)
     if world > gpu.per_node and world % gpu.per_node:
         raise ValueError(
             f"world={world} is no multiple of the {gpu.per_node} {gpu.name} of one machine. Pass the number of GPUs of each "

@@ -65,6 +65,7 @@ from fullshard.policies import (
 )
 from fullshard.wrap.plan import Plan, PlannedUnit
 from fullshard.wrap.plan_messages import EntryGroup, PlanEntry, group_entries
+from fullshard.wrap.whole_model import check_options
 
 Engine = Literal["fullshard", "fsdp2"]
 _MP, _COMM, _OFFLOAD = MixedPrecisionPolicy(), CommPolicy(), OffloadPolicy()
@@ -555,6 +556,7 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     Raises:
         ValueError: if its `reshard_after_forward` does not divide the number of ranks, its level of ZeRO needs a hybrid mesh,
             or FSDP2 is simulated and lacks one of its options.
+        TypeError: if the plan has an option that `fully_shard` does not have.
     """
     options: dict[str, Any] = {
         "mp_policy": setting.mp_policy,
@@ -564,6 +566,9 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
         "states": setting.states,
         **planned.options,
     }
+    check_options([planned.options])
+    if setting.engine == "fsdp2" and setting.keep_unsharded_storage:
+        raise ValueError("keep_unsharded_storage=True needs engine='fullshard': torch's FSDP2 has no such option.")
     if setting.engine == "fsdp2" and options["states"] != ZERO3:
         raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
     only_here = fields_only_here(resolve_mp(options["mp_policy"])) if setting.engine == "fsdp2" else []

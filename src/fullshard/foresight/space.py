@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.core import Message
+from fullshard.errors import check_positive_int
 from fullshard.foresight.clock import message_seconds, op_seconds
 from fullshard.foresight.explanation import Explanation, explain_with
 from fullshard.foresight.group import GroupPlan
@@ -224,7 +225,8 @@ class Variants:
         """
         if "rows" in changes or "world" in changes:
             return int(changes.get("rows", self.rows))
-        return self.rows * self.arguments.microbatches // int(changes.get("microbatches", self.arguments.microbatches))
+        microbatches = check_positive_int("microbatches", changes.get("microbatches", self.arguments.microbatches))
+        return self.rows * self.arguments.microbatches // microbatches
 
     def arguments_for(self, changes: Changes) -> ExplainArguments:
         """Return the arguments of `explain` with these changes."""
@@ -310,7 +312,7 @@ class Variants:
         return self._compute_costs[id(traced)]
 
     def _state_cost_of(self, arguments: ExplainArguments, traced: TracedModel) -> _StateCost:
-        shape = arguments.world, arguments.mesh
+        shape = arguments.world, repr(arguments.mesh)  # a list, or a tuple, or an int
         reshard = arguments.reshard_after_forward  # decides whether the level of ZeRO is legal
         key = shape, arguments.mp_policy, id(arguments.plan), _offloads(arguments), arguments.states, bool(reshard)
         if key not in self._state_costs:

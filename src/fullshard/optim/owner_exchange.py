@@ -48,9 +48,9 @@ class OwnerExchange:
         results of bucket k    --back to the shards-->  (under way while bucket k+1 is computed)
 
     `run` does all of this. `to_owners` and `to_shards` are its two directions, for callers who compute with all matrices of an
-    owner at once. None of them changes a tensor of the caller. After `confirm` the caller may write. All ranks of the axis must
-    make the same calls, in a block of `call()`; each message is in the collective log. If a call raises on one rank, the
-    watchdog ends the waits of the others, which raise an error that names it.
+    owner at once. None of them changes a tensor of the caller, who may write parameters and states after `confirm`. All ranks
+    of the axis must make the same calls, in a block of `call()`; each message is in the collective log. If a call raises on one
+    rank, the watchdog ends the waits of the others, which raise an error that names it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class OwnerExchange:
         self._communicator = communicator
         log = communicator.log_of(axis)
         self._fingerprints = GroupFingerprints(log, unit.unit_name, f"{doing} {plan.digest}")
-        self._in_flight: dict[CollectiveCall, Tensor] = {}  # and the memory that each message is sent from
+        self._in_flight: dict[CollectiveCall, Tensor] = {}  # by call: the memory it is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
         self._routes = Routes(plan, axis.rank, self._replica)
         log.allow_message_size(max(plan.slot_nbytes, self._routes.results_numel * dtype.itemsize))

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.core import children_first
-from fullshard.wrap.plan import PlannedUnit
+from fullshard.wrap.plan import PlannedUnit, has_forward
 
 _LIST_CLASSES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _TABLE_CLASSES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)  # heads and embeddings; "tables" below means both
@@ -144,7 +144,8 @@ class _Survey:
             # A list of blocks may contain another class, such as an attention layer among recurrent layers: also a block.
             row = isinstance(module, nn.ModuleList) and sum(map(is_block, children)) > 1
             for child in children:
-                if is_block(child) or (row and _has_children(child) and not isinstance(child, _LIST_CLASSES)):
+                in_row = row and _has_children(child) and not isinstance(child, _LIST_CLASSES) and has_forward(child)
+                if is_block(child) or in_row:
                     found[id(child)] = child
                 elif type(child).__name__ not in self._no_split:
                     visit(child)
@@ -153,9 +154,9 @@ class _Survey:
         return list(found.values())
 
     def _is_stage(self, module: nn.Module, repeated: set[type[nn.Module]]) -> bool:
-        """Return True if `module` is a list of blocks that are better units than the list as a whole."""
+        """Return True if `module` is a list of blocks that are better units than the list as a whole, or has no forward."""
         if not isinstance(module, _LIST_CLASSES) or type(module).__name__ in self._no_split:
-            return False
+            return not has_forward(module)
         inner = [child for child in self._children(module) if type(child) in repeated and _has_children(child)]
         return type(module).forward is nn.Module.forward or len(inner) > 1
 

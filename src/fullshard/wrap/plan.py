@@ -17,6 +17,11 @@ from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessage
 from fullshard.wrap.tables import aligned, bytes_text, span
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Return True if a module can be called, which a container such as ModuleList cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
     """The names and sizes of a model that planning needs.
@@ -69,7 +74,7 @@ class ModelSummary:
                     )
                 held.append(index[id(parameter)])
             own[name] = tuple(dict.fromkeys(held))
-            if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            if not has_forward(module):
                 uncallable.add(name)
         several = ((name, known[id(module)]) for name, module in model.named_modules(remove_duplicate=False))
         aliases = {name: first for name, first in several if name != first}

@@ -225,7 +225,7 @@ def shard_model(
     skipped = _with_submodules(ignored_modules)
     ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
     plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
-    _check_options([options, *(unit.options for unit in plan.units)])
+    check_options([options, *(unit.options for unit in plan.units)])
     warn_about_mixtures(plan.mixtures(), strict=strict)
     _add_full_precision_units(plan, model, options, _classes(full_precision, "full_precision"), skipped)
     if mesh is None and options.get("dp_mesh_dims") is None:
@@ -255,7 +255,8 @@ def _check_ignored(plan: Plan, model: nn.Module, skipped: Sequence[nn.Module]) -
                 raise ValueError(f"The plan makes a unit of '{name}', which is in ignored_modules. Call plan.drop('{name}').")
 
 
-def _check_options(every: Iterable[Any]) -> None:
+def check_options(every: Iterable[Any]) -> None:
+    """Raise TypeError if one of these dicts of options has a name that `fully_shard` does not have."""
     known = set(inspect.signature(fully_shard).parameters) - {"module", "mesh", "ignored_params"}
     for options in every:
         for name in options:
