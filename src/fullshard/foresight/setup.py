@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard import _torch
 from fullshard.core import has_few_rows
-from fullshard.errors import check_positive_int
 from fullshard.foresight.hardware import Gpu
 from fullshard.foresight.optimizer import Factory, OptimizerStep, muon_with_adamw, optimizer_factory, optimizer_step
 from fullshard.foresight.owners import owner_step
@@ -581,7 +580,8 @@ def check_machines(world: int, gpu: Gpu) -> None:
     Raises:
         ValueError: otherwise; the text names both numbers.
     """
-    check_positive_int("world", world)
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
+        raise ValueError(f"world must be the number of ranks, at least 1, got {world!r}.")
     if world > gpu.per_node and world % gpu.per_node:
         raise ValueError(
             f"world={world} is no multiple of the {gpu.per_node} {gpu.name} of one machine. Pass the number of GPUs of each "

@@ -567,8 +567,6 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
         **planned.options,
     }
     check_options([planned.options])
-    if setting.engine == "fsdp2" and setting.keep_unsharded_storage:
-        raise ValueError("keep_unsharded_storage=True needs engine='fullshard': torch's FSDP2 has no such option.")
     if setting.engine == "fsdp2" and options["states"] != ZERO3:
         raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
     only_here = fields_only_here(resolve_mp(options["mp_policy"])) if setting.engine == "fsdp2" else []
