@@ -42,7 +42,7 @@ class LateGradHook:
 def hook_late_grads(unit: Unit) -> None:
     """Hook the unsharded parameters, for gradients that pass no hook of an output.
 
-    Those of a second backward through the graph of the first one do, and those of an output that hides its graph.
+    These come from a second backward through the graph of the first one, or through an output that hides its graph.
     """
     for parameter in unit.parameters:
         full = parameter.unsharded

@@ -327,7 +327,7 @@ class Runtime:
         device = self.communicator.async_device
         if device is not None:
             # Messages are allocated on the stream of forward, which is the current one here. The end of backward reads and
-            # frees them on the stream of its caller, so the stream of forward must wait for that one.
+            # frees them on the stream of its caller, so the stream of forward waits for the caller's.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.begin(end)
         return True

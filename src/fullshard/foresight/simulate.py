@@ -566,7 +566,8 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
         "states": setting.states,
         **planned.options,
     }
-    check_options([planned.options])
+    if planned.options:
+        check_options([planned.options])
     if setting.engine == "fsdp2" and options["states"] != ZERO3:
         raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
     only_here = fields_only_here(resolve_mp(options["mp_policy"])) if setting.engine == "fsdp2" else []

@@ -130,7 +130,7 @@ class CustomPolicy(Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Answer True for every module. Modules without parameters become no units.
+    """Return True for every module. Modules without parameters become no units.
 
     Args:
         args: ignored; policy functions are called with arguments.
