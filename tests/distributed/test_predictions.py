@@ -103,6 +103,32 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
     assert len(run.steps) == 2, "of four, one has no beginning, and one counts memory"
 
 
+def convnet() -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.BatchNorm1d(4 * DIM), nn.ReLU(), nn.Linear(4 * DIM, DIM))
+
+    return nn.Sequential(*(block() for _ in range(3)), nn.Linear(DIM, 5))
+
+
+@ranks(2)
+def test_units_that_compute_in_full_precision_are_predicted(world: World) -> None:
+    policy, x, model = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32), torch.randn(ROWS, DIM), convnet()
+    plan = fullshard.shard_model(model, world.mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, x)
+    with fullshard.record(model, memory=True) as run:
+        for _ in range(4):
+            step(model, optimizer, x)
+    r, without = (
+        fullshard.explain(convnet, x, world=world.size, gpu="cpu", loss=loss, mp_policy=policy, **options)
+        for options in ({}, {"full_precision": ()})
+    )
+    assert [unit.modules for unit in r.plan.units] == [unit.modules for unit in plan.units]
+    assert len(r.plan.units) == len(without.plan.units) + 3, "one of each block"
+    assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
+    assert list(run.messages) == list(r.messages)
+
+
 MUON: dict[str, dict[str, Any]] = {
     "defaults": {},
     "bf16": {"mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},

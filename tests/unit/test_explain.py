@@ -303,7 +303,26 @@ def test_states_are_of_parameters_that_get_gradients() -> None:
             return self.used(x)
 
     r = fullshard.explain(Half, torch.empty(64, DIM), world=2, loss=torch.sum)
-    assert r.setting.optimizer is not None and sum(r.setting.optimizer.states) == 2 * (DIM * DIM + DIM) * 4 // 2
+    (step,) = r.setting.optimizer
+    assert sum(step.states) == 2 * (DIM * DIM + DIM) * 4 // 2
+
+
+def test_options_of_one_unit_decide_where_its_states_are_and_along_which_dim_it_is_sharded() -> None:
+    def columns(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.dim() == 2 else None
+
+    plan = fullshard.plan_model(build())
+    plan.set("0", offload_policy=fullshard.CPUOffloadPolicy(), shard_placement_fn=columns)
+    r, plain = explain(plan=plan), explain()
+    numel = sum(parameter.numel() for parameter in Block(DIM).parameters())
+    assert r.setting.dims == {name: 1 for name, one in build().named_parameters() if name.startswith("0.") and one.dim() == 2}
+    device, host = r.setting.optimizer
+    assert host.on_host and not device.on_host
+    assert sum(host.states) == 2 * 4 * numel / 8, "two moments in fp32"
+    assert sum(device.states) + sum(host.states) == sum(plain.setting.optimizer[0].states)
+    assert r.pinned == 4 * 4 * numel / 8, "with the shards and their gradients"
+    with pytest.raises(ValueError, match="Expected the same offload_policy for all units with optimizer='muon'"):
+        explain(plan=plan, optimizer="muon")
 
 
 def test_tokens_are_those_of_the_largest_tensor_in_whatever_order() -> None:
@@ -891,9 +910,9 @@ def test_cuts_along_other_dims_need_the_copies_that_undo_them_and_are_refused_wh
     direct = fullshard.CommPolicy(direct_min_bytes=0)  # rows arrive where they are used, and columns cannot
     rows, found = (explain(comm_policy=direct, shard_placement_fn=function) for function in (None, columns))
     assert found.setting.dims == {name: 1 for name, parameter in build().named_parameters() if parameter.dim() == 2}
-    assert found.peak > rows.peak and found.setting.optimizer is not None
+    assert found.peak > rows.peak
     narrow = [explain(dim=12, optimizer="sgd-momentum", shard_placement_fn=function) for function in (None, columns)]
-    states = [sum(r.setting.optimizer.states) for r in narrow if r.setting.optimizer is not None]
+    states = [sum(step.states) for r in narrow for step in r.setting.optimizer]
     assert states[1] > states[0], "12 columns are cut over 8 ranks in twos, 48 rows in sixes"
     for function, told in (
         (

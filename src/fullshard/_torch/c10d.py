@@ -79,10 +79,10 @@ def world_size() -> int:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend for tensors of `device` in `group`. A group may have one backend per device type."""
+    """Return the name of the backend for tensors of `device` in `group`, in lower case. Each device type may have one."""
     # Private: `_get_backend`. `dist.get_backend` takes no device.
     try:
-        return group._get_backend(device).name()
+        return group._get_backend(device).name().lower()
     except RuntimeError:
         if type(group) is dist.ProcessGroup:
             raise

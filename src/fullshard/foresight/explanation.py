@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
+from torch import nn
+
 from fullshard.core import PlacementFn
 from fullshard.errors import check_positive_int
 from fullshard.foresight.comparison import Comparison, compare
@@ -24,7 +26,9 @@ from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import gc_paused
 from fullshard.policies import ZERO3, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
+from fullshard.wrap.policies import Classes
 from fullshard.wrap.tables import bytes_text
+from fullshard.wrap.whole_model import FULL_PRECISION
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +163,7 @@ def explain(
     tensor_parallel: int = 1,
     parallelize: Parallelize | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    full_precision: Classes | type[nn.Module] = FULL_PRECISION,
     offload_policy: OffloadPolicy = OffloadPolicy(),
     comm_policy: CommPolicy = CommPolicy(),
     reshard_after_forward: bool | int | None = None,
@@ -195,6 +200,8 @@ def explain(
         tensor_parallel: number of ranks of `world` that share one copy of the batch; they are adjacent in a machine.
         parallelize: called with the model and a mesh of `tensor_parallel` ranks, as `parallelize_module` takes them.
         mp_policy: as in `fully_shard`; on a GPU, None computes in bf16 and reduces in fp32.
+        full_precision: as in `shard_model`. Pass () if you call `fully_shard` yourself, which makes no such units. Unused with
+            engine="fsdp2".
         offload_policy: as in `fully_shard`.
         comm_policy: as in `fully_shard`; `collectives` and `lanes` have no effect.
         reshard_after_forward: as in `fully_shard`.

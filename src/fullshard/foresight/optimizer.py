@@ -47,6 +47,8 @@ class OptimizerStep:
     ops: tuple[Op, ...]
     # Exchange of whole matrices with their owners, which comes first; None without one.
     owners: OwnerStep | None = None
+    # True if the shards and the states are in host memory, so that the CPU runs the step.
+    on_host: bool = False
 
 
 def optimizer_step(

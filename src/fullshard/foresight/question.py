@@ -17,6 +17,7 @@ from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.simulate import Engine
 from fullshard.foresight.trace import Footprint
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding, resolve_mp
+from fullshard.wrap.policies import Classes
 
 Loss = Callable[[Any], Tensor]
 Build = Callable[[], nn.Module]
@@ -39,6 +40,7 @@ class ExplainArguments:
     tensor_parallel: int
     parallelize: Parallelize | None
     mp_policy: MixedPrecisionPolicy | None
+    full_precision: Classes | type[nn.Module]
     offload_policy: OffloadPolicy
     comm_policy: CommPolicy
     reshard_after_forward: bool | int | None

@@ -28,9 +28,10 @@ from fullshard.foresight.trace import GradientReady, StepFailed, Trace, paramete
 from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
 from fullshard.optim.matrix_choice import matrices_of
 from fullshard.optim.owners import Matrix
+from fullshard.policies import CPUOffloadPolicy, resolve_offload
 from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
-from fullshard.wrap.whole_model import plan_model
+from fullshard.wrap.whole_model import WHY_FULL_PRECISION, add_full_precision_units, plan_model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,22 +90,34 @@ class TracedModel:
 
         Use the result only for facts that do not depend on the trace: the shards and the collectives of the units.
         """
-        if arguments.plan is self.arguments.plan and not isinstance(arguments.plan, Plan):  # a Plan is edited in place
+        before = self.arguments
+        same = arguments.plan is before.plan and not isinstance(arguments.plan, Plan)  # a Plan is edited in place
+        same = same and arguments.dtypes == before.dtypes and arguments.full_precision == before.full_precision
+        if same and arguments.engine == before.engine:
             return replace(self, arguments=arguments)
-        return replace(self, arguments=arguments, plan=plan_model(self.model, arguments.plan))
+        return replace(self, arguments=arguments, plan=_plan_of(self.model, arguments))
 
-    def optimizer_step_for(self, factory: Factory | None, ranks: int, replicas: int) -> OptimizerStep | None:
-        """Return a traced step of this optimizer over a rank's shards, or None without an optimizer."""
-        if factory is None:
-            return None
+    def optimizer_steps_for(self, factory: Factory, ranks: int, replicas: int) -> list[OptimizerStep]:
+        """Return traced steps of this optimizer over a rank's shards: over those on the device, and over those on the host."""
         arguments = self.arguments
-        shards = local_shards(self, ranks, replicas, shard_dims_of(self, arguments))
-        if factory is muon_with_adamw:
-            return self._muon_step(shards)
-        key = factory, tuple((one.shape, one.dtype) for one in shards), arguments.accelerator
-        if key not in self.steps:
-            self.steps[key] = optimizer_step(*key[:2], accelerator=arguments.accelerator)
-        return self.steps[key]
+        shards = local_shards(self, ranks, replicas, shard_dims_of(self))
+        steps: list[OptimizerStep] = []
+        for on_host in sorted({shard.on_host for shard in shards}):  # optimizers step the tensors of each device by themselves
+            part = [shard for shard in shards if shard.on_host == on_host]
+            if factory is muon_with_adamw:
+                if len(part) < len(shards):
+                    raise ValueError(
+                        "Expected the same offload_policy for all units with optimizer='muon', since shards on the device and "
+                        "on the host share an exchange. Pass one offload_policy, or another optimizer."
+                    )
+                step = self._muon_step(part)
+            else:
+                key = factory, tuple((one.shape, one.dtype) for one in part), arguments.accelerator
+                if key not in self.steps:
+                    self.steps[key] = optimizer_step(*key[:2], accelerator=arguments.accelerator)
+                step = self.steps[key]
+            steps.append(replace(step, on_host=on_host))
+        return steps
 
     def _muon_step(self, shards: Sequence[LocalShard]) -> OptimizerStep:
         """Return a step of Muon over the matrices of the model, and of AdamW over the rest."""
@@ -151,7 +164,7 @@ def _trace_model(arguments: ExplainArguments, mesh: DeviceMesh | None) -> Traced
         except Exception as failure:
             text = " ".join(str(failure).split())[:300]
             raise ValueError(f"parallelize() raises {type(failure).__name__}: {text}{_location(failure, model)}") from failure
-    plan = plan_model(model, arguments.plan)
+    plan = _plan_of(model, arguments)
     blocks = _blocks(model, plan)
     recomputed = _modules_to_recompute(model, plan, blocks, arguments.recompute)
     precision = Precision.of(plan, arguments.dtypes)
@@ -176,6 +189,14 @@ def _trace_model(arguments: ExplainArguments, mesh: DeviceMesh | None) -> Traced
             assert failed.__cause__ is not None
             raise ValueError(_failure_text(failed.part, failed.__cause__, model)) from failed.__cause__
     return TracedModel(model, arguments, plan, traced, precision, *batch_size_of(inputs), tuple(recomputed), tuple(blocks))
+
+
+def _plan_of(model: nn.Module, arguments: ExplainArguments) -> Plan:
+    """Return the units that `shard_model` would make."""
+    plan = plan_model(model, arguments.plan)
+    if arguments.engine == "fullshard":
+        add_full_precision_units(plan, model, arguments.dtypes, arguments.full_precision)
+    return plan
 
 
 @contextmanager
@@ -389,8 +410,8 @@ def _loss_of(output: Any) -> Tensor:
 
 
 def _blocks(model: nn.Module, plan: Plan) -> list[str]:
-    """Return the names of the modules that are units and have siblings of their class."""
-    units = [name for unit in plan.units for name in unit.modules if name]
+    """Return the names of the modules that are units and have siblings of their class. Units of batch norms do not count."""
+    units = [name for unit in plan.units for name in unit.modules if name and unit.why != WHY_FULL_PRECISION]
     kinds = [type(model.get_submodule(name)) for name in units]
     return [name for name, kind in zip(units, kinds) if kinds.count(kind) > 1]
 
@@ -496,6 +517,7 @@ class LocalShard:
     dim: int  # the sharded dim
     ranks: int  # number of shards
     replicas: int  # of each shard
+    on_host: bool  # True if it is offloaded to host memory
 
 
 def local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]) -> list[LocalShard]:
@@ -508,37 +530,41 @@ def local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[s
         dims: sharded dim by parameter name where it is not 0, as `Setting.dims`.
     """
     graded = {event.parameter for event in traced.trace.events if isinstance(event, GradientReady)}
-    states = {
-        entry.name: planned.options.get("states", traced.arguments.states)
-        for planned, entries in traced.plan.held()
-        for entry in entries
-    }
+    options = {entry.name: planned.options for planned, entries in traced.plan.held() for entry in entries}
     found = []
     for entry in (entry for entry in traced.plan.outline.parameters if entry.name in graded):
         shape, dim, mesh = list(entry.shape), dims.get(entry.name, 0), (ranks, replicas)
         if shape:
             everywhere = ranks * replicas
-            divided = states[entry.name].shards_over_replicas
+            divided = options[entry.name].get("states", traced.arguments.states).shards_over_replicas
             if divided and not has_few_rows(shape, dim, itemsize=entry.dtype.itemsize, ranks=everywhere):
                 mesh = everywhere, 1
             shape[dim] = -(-shape[dim] // mesh[0])
-        found.append(LocalShard(entry.name, tuple(entry.shape), tuple(shape), entry.dtype, dim, *mesh))
+        offload = resolve_offload(options[entry.name].get("offload_policy", traced.arguments.offload_policy))
+        on_host = isinstance(offload, CPUOffloadPolicy)
+        found.append(LocalShard(entry.name, tuple(entry.shape), tuple(shape), entry.dtype, dim, *mesh, on_host))
     return found
 
 
-def shard_dims_of(traced: TracedModel, arguments: ExplainArguments) -> dict[str, int]:
-    """Return the dim along which `shard_placement_fn` shards each parameter, by name, where it is not 0.
+def shard_dims_of(traced: TracedModel) -> dict[str, int]:
+    """Return the dim along which `shard_placement_fn` of its unit shards each parameter, by name, where it is not 0.
 
     Raises:
         ValueError: if the function returns no dim of a parameter, or a dim other than 0 with the engine "fsdp2"; the text
             names the parameter.
     """
-    function = arguments.shard_placement_fn
-    if function is None:
-        return {}
+    default = traced.arguments.shard_placement_fn
+    functions = {
+        entry.name: function
+        for planned, entries in traced.plan.held()
+        for entry in entries
+        if (function := planned.options.get("shard_placement_fn", default)) is not None
+    }
     found: dict[str, int] = {}
-    for parameter, name in parameter_names(traced.model, (entry.name for entry in traced.plan.outline.parameters)).items():
-        chosen = function(parameter)
+    for parameter, name in parameter_names(traced.model, functions).items():
+        if name not in functions:
+            continue
+        chosen = functions[name](parameter)
         if not isinstance(chosen, (Shard, type(None))):
             raise ValueError(f"shard_placement_fn must return None or Shard(dim) for explain(), got {chosen!r} for '{name}'.")
         if chosen is None or not parameter.ndim:
@@ -550,7 +576,7 @@ def shard_dims_of(traced: TracedModel, arguments: ExplainArguments) -> dict[str,
             )
         if chosen.dim % parameter.ndim:
             found[name] = chosen.dim % parameter.ndim
-    if found and arguments.engine == "fsdp2":
+    if found and traced.arguments.engine == "fsdp2":
         raise ValueError(
             f"shard_placement_fn shards '{min(found)}' along dim {found[min(found)]}, which is simulated only with "
             "engine='fullshard': torch's FSDP2 makes further copies of such parameters."
@@ -611,11 +637,11 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
         accumulate=arguments.accumulate,
         accelerator=accelerator,
         gloo=not accelerator,
-        optimizer=traced.optimizer_step_for(factory, ranks, replicas),
+        optimizer=() if factory is None else traced.optimizer_steps_for(factory, ranks, replicas),
         keep_unsharded_storage=arguments.keep_unsharded_storage,
         engine=arguments.engine,
         tensor_parallel=arguments.tensor_parallel,
-        dims=shard_dims_of(traced, arguments),
+        dims=shard_dims_of(traced),
     )
 
 

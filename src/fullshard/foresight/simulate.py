@@ -88,7 +88,8 @@ class Setting:
         accumulate: True to reduce gradients in the last microbatch only, False to reduce them in each.
         accelerator: True for the streams and kernels of an accelerator, False for the CPU, which needs more memory for casts.
         gloo: True if collectives run on gloo, as on the CPU.
-        optimizer: the optimizer's step over the local shards; None to skip it.
+        optimizer: the optimizer's step over the local shards, by parts: those on the device and those in host memory. Empty
+            to skip it.
         engine: "fullshard", or "fsdp2" to simulate the memory and collectives of torch's FSDP2 for comparison.
         keep_unsharded_storage: True to keep the storages of unsharded parameters and collective buffers allocated.
         tensor_parallel: the size of the tensor-parallel mesh dim, whose ranks are adjacent.
@@ -110,7 +111,7 @@ class Setting:
     accumulate: bool = True
     accelerator: bool = True
     gloo: bool = False
-    optimizer: OptimizerStep | None = None
+    optimizer: Sequence[OptimizerStep] = ()
     engine: Engine = "fullshard"
     keep_unsharded_storage: bool = False
     tensor_parallel: int = 1
@@ -419,8 +420,9 @@ class _Simulator:
     def end_step(self) -> None:
         """Run the optimizer's step and clear the gradients."""
         self._enter("", "optimizer")
-        if self.setting.optimizer is not None:
-            self._step_optimizer(self.setting.optimizer)
+        for step in self.setting.optimizer:
+            self._step_optimizer(step)
+        self._has_states = True
         for unit in self._units.values():
             unit.stale = unit.stale or any(group.used for group in unit.groups)
         for group, grad in self._grads.items():
@@ -431,15 +433,14 @@ class _Simulator:
         self._grads.clear()
 
     def _step_optimizer(self, step: OptimizerStep) -> None:
-        kind: Category = "pinned host" if isinstance(self.setting.offload_policy, CPUOffloadPolicy) else "optimizer"
         if not self._has_states:
-            self._has_states = True
+            kind: Category = "pinned host" if step.on_host else "optimizer"
             for nbytes in step.states:
                 self.ledger.allocate(nbytes, kind, "")
         if step.owners is not None:
-            step.owners.run(self.ledger, self.program, on_host=kind == "pinned host")
-        if kind == "pinned host":
-            # The CPU runs the whole step, so only its time counts: one operator that reads and writes all bytes.
+            step.owners.run(self.ledger, self.program, on_host=step.on_host)
+        if step.on_host:
+            # The CPU runs this part, so only its time counts: one operator that reads and writes all bytes.
             self.program.instructions.append(Op(ON_HOST, 0, sum(op.nbytes for op in step.ops), None))
             return
         self.program.instructions.extend(step.ops)

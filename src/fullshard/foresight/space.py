@@ -380,9 +380,8 @@ def _state_cost(traced: TracedModel, setting: Setting, gpu: Gpu, network: Networ
     pinned = sum(group.shard_nbytes for group, _ in groups if group.host)
     kept = sum(group.unsharded_nbytes for group, states in groups if states.keeps_parameters)
     kept += sum(group.inner_shard_nbytes for group, _ in groups)
-    optimizer = 0 if setting.optimizer is None else sum(setting.optimizer.states)
-    if isinstance(setting.offload_policy, CPUOffloadPolicy):
-        optimizer, pinned = 0, pinned + optimizer
+    optimizer = sum(sum(step.states) for step in setting.optimizer if not step.on_host)
+    pinned += sum(sum(step.states) for step in setting.optimizer if step.on_host)
     gather, reduce = [0.0, 0.0], [0.0, 0.0]  # of units that do so in each microbatch, and once per step
     gradients = [0, 0]
     for group, states in groups:

@@ -21,6 +21,12 @@ from fullshard.wrap.auto_policy import AutoPolicy
 from fullshard.wrap.plan import Mixture, ModelSummary, Plan, PlannedUnit
 from fullshard.wrap.policies import Classes, Policy, _classes
 
+FULL_PRECISION = (_torch.BATCH_NORM,)
+"""Classes of modules that `mp_policy.param_dtype` does not apply to, by default."""
+
+WHY_FULL_PRECISION = "full precision"
+"""`PlannedUnit.why` of the units that are made for such modules."""
+
 
 def plan_model(
     model: nn.Module,
@@ -189,7 +195,7 @@ def shard_model(
     policy: Any = "auto",
     *,
     strict: bool = False,
-    full_precision: Classes | type[nn.Module] = (_torch.BATCH_NORM,),
+    full_precision: Classes | type[nn.Module] = FULL_PRECISION,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     **options: Any,
@@ -227,7 +233,13 @@ def shard_model(
     plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
     check_options([options, *(unit.options for unit in plan.units)])
     warn_about_mixtures(plan.mixtures(), strict=strict)
-    _add_full_precision_units(plan, model, options, _classes(full_precision, "full_precision"), skipped)
+    mp_policy = options.get("mp_policy", MixedPrecisionPolicy())
+    found = add_full_precision_units(plan, model, resolve_mp(mp_policy), full_precision, skipped)
+    if found:
+        warn_once(
+            f"{', '.join(found)} compute in the dtype of their own parameters, not in mp_policy.param_dtype, as separate "
+            "units. Pass full_precision=() to turn this off."
+        )
     if mesh is None and options.get("dp_mesh_dims") is None:
         mesh = resolve_mesh(None).mesh
     modules = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
@@ -284,14 +296,30 @@ def warn_about_mixtures(mixtures: Sequence[Mixture], *, strict: bool = False) ->
         warnings.warn(text, stacklevel=3)
 
 
-def _add_full_precision_units(
-    plan: Plan, model: nn.Module, options: dict[str, Any], classes: tuple[type[nn.Module], ...], skipped: Sequence[nn.Module]
-) -> None:
-    """Add units for modules of `classes`, which compute in the dtype of their own parameters: one per unit and dtype."""
+def add_full_precision_units(
+    plan: Plan,
+    model: nn.Module,
+    mp_policy: MixedPrecisionPolicy,
+    full_precision: Classes | type[nn.Module],
+    skipped: Sequence[nn.Module] = (),
+) -> list[str]:
+    """Add units for modules that compute in the dtype of their own parameters: one per unit and dtype.
+
+    Args:
+        plan: changed in place.
+        model: the planned model.
+        mp_policy: policy of units that have none of their own.
+        full_precision: classes of such modules, as in `shard_model`.
+        skipped: modules that are not sharded.
+
+    Returns:
+        Names of the classes of the modules in added units.
+    """
+    classes = _classes(full_precision, "full_precision")
     left_out = set(map(id, skipped))
     class_names: dict[str, None] = {}
     for unit in plan.units:
-        mp = resolve_mp(unit.options.get("mp_policy", options.get("mp_policy", MixedPrecisionPolicy())))
+        mp = resolve_mp(unit.options.get("mp_policy", mp_policy))
         if mp.param_dtype is None or not classes:
             continue
         stops = frozenset(name for other in plan.units for name in other.modules) - set(unit.modules)
@@ -309,9 +337,5 @@ def _add_full_precision_units(
             if set(names) == set(unit.modules):
                 plan.set(names[0], mp_policy=replace(own, output_dtype=mp.output_dtype or mp.param_dtype))
             else:
-                plan.add(*names, why="full precision", **{**unit.options, "mp_policy": own})
-    if class_names:
-        warn_once(
-            f"{', '.join(class_names)} compute in the dtype of their own parameters, not in mp_policy.param_dtype, as separate "
-            "units. Pass full_precision=() to turn this off."
-        )
+                plan.add(*names, why=WHY_FULL_PRECISION, **{**unit.options, "mp_policy": own})
+    return list(class_names)
