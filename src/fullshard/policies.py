@@ -45,8 +45,9 @@ class Dtypes:
         reduce     in messages, and sums over ranks     `Reduction`, in the copy into messages; no cast if `reduces_as_is`
         reduced    in `.grad`                           `Reduction`, in the copy of the sum; no cast if equal to `reduce`
 
-    So a new option for one of these dtypes changes this class and the policy that resolves to it. The code that reads them, and
-    the predictions, do not change. All fields are part of each group's fingerprint, so ranks that disagree raise an error.
+    So a new option for one of these dtypes changes this class and the policy that resolves to it (`of_fsdp2` as well, if FSDP2
+    differs). The code that reads them, and the predictions, do not change. All fields are part of each group's fingerprint, so
+    ranks that disagree raise an error.
 
     With a `reduce_dtype` of None, `ParamGroup` may replace `reduce` by a wider dtype later: that of the gradients of one
     backward, before kept ones are added. A dtype that follows it is a property, as `kept` is.
@@ -82,6 +83,16 @@ class Dtypes:
     def reduced(self) -> torch.dtype:
         """The dtype of reduced gradients."""
         return self.reduce if self.grad is None else self.grad
+
+    @property
+    def of_second_hop(self) -> Dtypes:
+        """The dtypes of sums over shards, which the second hop reduces over replicas: all are `reduce`, so nothing is cast."""
+        return Dtypes(self.reduce, self.reduce, self.reduce, self.reduce, self.reduce)
+
+    @property
+    def of_fsdp2(self) -> Dtypes:
+        """The dtypes under torch's FSDP2, for comparison: it sums kept gradients in the dtype of the reduction."""
+        return replace(self, accumulate=self.reduce)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 What a new backend needs:
 
 - with torch's collectives and ReduceOp.AVG (as have all torch's accelerator backends but MTIA's) no change;
-- without ReduceOp.AVG a name in `_SUM_ONLY`: sums are scaled afterwards. No other reduction is used, in particular not
-  premultiplied sums;
+- without ReduceOp.AVG a name in `_SUM_ONLY`: sums are scaled afterwards (`CoalescedCollectives`; tests in
+  `tests/distributed/test_collectives.py`). No other reduction is used, in particular not premultiplied sums;
 - with collectives of its own a branch in `collectives_for`, and in `carries_tags` if its messages carry tags.
 
 `tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume the classes chosen
@@ -22,7 +22,7 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
-"""Backends without ReduceOp.AVG, by name. (MTIA's is found by its device.)"""
+"""Backends without ReduceOp.AVG, by the name that they report, in lower case. (MTIA's is found by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

@@ -126,11 +126,10 @@ class ParamGroup:
         """Plan the second of two hops of a reduction, which scatters the sum over shards over the replicas."""
         if not self.two_hops:
             return None
-        reduce = self.dtypes.reduce  # which the sum over shards has already, so nothing is cast
         return ReductionPlan.of(
             self.shard_layout,
             [p.sharding.shard_shape for p in self.parameters],
-            dtypes=Dtypes(reduce, reduce, reduce, reduce),
+            dtypes=self.dtypes.of_second_hop,
             in_order=self.collectives.over_replicas.reduce.in_order,
             device=self.storage.device,
         )

@@ -260,6 +260,9 @@ def _always(unit: int) -> bool:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
+    One scheduler serves all units of a thread on a device, of whichever models. So "this run" is the outermost forward that
+    runs, or the backward of several of them.
+
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
     alone therefore decides when to reduce, the same way on every rank, whichever parameters a rank used, and all ranks issue
@@ -359,7 +362,12 @@ class Scheduler:
     # --- forward ---
 
     def before_forward(self, unit: int, *, stale: bool = False) -> list[Action]:
-        """Unshard the unit, and prefetch the next ones. `stale`: the shards changed since the unit was unsharded."""
+        """Unshard the unit, and prefetch the next ones. A forward that is recomputed calls `before_recompute` instead.
+
+        Args:
+            unit: the unit.
+            stale: True if the shards changed since the unit was unsharded.
+        """
         actions = [] if self.running else self._begin_run(unit)
         self.clock += 1
         self.running.append(ForwardCall(unit, self.clock, self.clock))
@@ -798,7 +806,7 @@ class Scheduler:
             record.pending_backwards = record.live_graphs = 0
 
     def reset_orders(self) -> None:
-        """Forget earlier runs, after a step that ended at different places on different ranks."""
+        """Forget everything that predicts the next unit, after a step that ended at different places on different ranks."""
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
         self._outermost_starts.clear()
         for record in self._records.values():

@@ -150,7 +150,7 @@ class Simulation:
 
 
 def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
-    """Simulate two steps. The first has no execution order for prefetching yet, the second is like all later steps.
+    """Simulate two steps. The first knows no order of an earlier step to prefetch by, the second is like all later steps.
 
     Args:
         trace: a trace of the planned model, with the dtypes of the setting.
@@ -612,7 +612,8 @@ def _has_few_rows(entry: PlanEntry, setting: Setting) -> bool:
 
 def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Setting) -> GroupPlan:
     """Return the plan of one parameter group."""
-    entries, dtypes, trainable, scalar = group.entries, group.dtypes, group.trainable, group.scalar
+    entries, trainable, scalar = group.entries, group.trainable, group.scalar
+    dtypes = group.dtypes.of_fsdp2 if setting.engine == "fsdp2" else group.dtypes
     ranks = 1 if scalar else setting.ranks
     direct_min_bytes = options.comm.direct_min_bytes
     default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # as SingleRank and CoalescedCollectives

@@ -301,8 +301,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. False implements gradient accumulation without communication.
 
-        Without gradient sync each rank accumulates its unsharded gradients, in the policy's `accumulate_dtype` (by default the
-        reduce dtype), until a backward with gradient sync reduces the sum. The context manager `accumulate()` does the same.
+        Without gradient sync each rank accumulates its unsharded gradients, in the dtype that `MixedPrecisionPolicy` states
+        for `accumulate_dtype`, until a backward with gradient sync reduces the sum. The context manager `accumulate()` does
+        the same.
 
         Args:
             requires_gradient_sync: True reduces gradients; False accumulates them on each rank.
@@ -519,7 +520,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in forward, while this unit computes.
 
-        By default a unit prefetches the unit that followed it in the last forward.
+        Without a list, the schedule chooses one (docs/schedule.md).
 
         Args:
             modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
@@ -537,7 +538,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in backward, while the backward of this unit computes.
 
-        By default a unit prefetches the unit that followed it in the last backward.
+        Without a list, the schedule chooses one (docs/schedule.md).
 
         Args:
             modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.

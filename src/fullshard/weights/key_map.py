@@ -122,7 +122,9 @@ class MappedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[SourcePiece, ...]  # they cover the tensor and do not overlap
-    file_group: str | None = None  # tensors with equal groups are saved in one file; None: the tensor has no group
+    # Tensors with equal groups are saved in one file; None: the tensor has no group. Rules that leave a tensor whole or take a
+    # part of it keep its group.
+    file_group: str | None = None
 
     @classmethod
     def of(cls, source: Source) -> MappedTensor:

@@ -223,9 +223,11 @@ class Sort:
 
 
 # A new rule is an entry here and in `__all__`, also in that of weights/__init__.py, in `_patterns` and `_apply` of key_map.py,
-# and in docs/weights.md and docs/api/weights.md. Names of tensors are in fields `pattern`, `source`, `sources` and `to`, whose
-# types `_check` checks. A rule maps boxes to boxes. If boxes cannot express it, `SourcePiece` gets a field, which is part of
-# its `geometry`; callers of `view_as_mapped` may get a copy as well.
+# and in docs/weights.md and docs/api/weights.md (docstrings elsewhere name rules as examples only). `_check` checks the fields
+# `pattern`, `source`, `sources`, `to`, `dim` and `dims`, by these names; a field with another name needs a line there. A rule
+# maps boxes to boxes. If boxes cannot express it, `SourcePiece` gets a field, which is part of its `geometry`; callers of
+# `view_as_mapped` may get a copy as well. Tests: `test_rules_say_where_every_element_is` and the tables of refused values in
+# tests/unit/test_weights.py.
 Rule = Rename | RenameBy | Drop | Keep | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
 
 __all__ = ["Convert", "Drop", "Keep", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]
