@@ -13,16 +13,17 @@ class InternalError(AssertionError):
     """A bug in fullshard: an internal invariant does not hold. Please report it with the message."""
 
 
-def check_positive_int(name: str, value: object, *, otherwise: str = "") -> int:
-    """Return `value`, or raise ValueError unless it is an int of at least 1.
+def check_int(name: str, value: object, *, least: int = 1, otherwise: str = "") -> int:
+    """Return `value`, or raise ValueError unless it is an int of at least `least`.
 
     Args:
         name: name of the parameter.
         value: what the caller passed.
+        least: the smallest legal value.
         otherwise: text about other legal values, ", or None for all steps" for example.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be an int of at least 1{otherwise}, got {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}{otherwise}, got {value!r}.")
     return value
 
 
@@ -50,4 +51,4 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str 
         warnings.warn(text, category, stacklevel=2)
 
 
-__all__ = ["InternalError", "StateError", "check_positive_int", "printable", "warn_once"]
+__all__ = ["InternalError", "StateError", "check_int", "printable", "warn_once"]

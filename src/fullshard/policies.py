@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard import _torch
+from fullshard.errors import check_int
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -267,7 +268,7 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
-            raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}")
+            raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}.")
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if name == "accumulate_dtype" and isinstance(dtype, torch.dtype) and dtype.itemsize < 2:
@@ -276,7 +277,7 @@ class MixedPrecisionPolicy:
                     "least 16 bits."
                 )
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+                raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}.")
 
     def resolve(self, storage: torch.dtype, grad_dtype: GradDtype = UNSET_GRAD_DTYPE, *, keeps_dtype: bool = False) -> Dtypes:
         """Resolve the dtypes of parameters that are stored in `storage`.
@@ -362,7 +363,7 @@ def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if not _is_of_torch(policy) or type(policy).__name__ != "MixedPrecisionPolicy":
-        raise ValueError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}")
+        raise ValueError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}.")
     return MixedPrecisionPolicy(**_fields_of(policy, MixedPrecisionPolicy))
 
 
@@ -372,7 +373,7 @@ def resolve_offload(policy: Any) -> OffloadPolicy:
         return policy
     kinds = {"OffloadPolicy": OffloadPolicy, "CPUOffloadPolicy": CPUOffloadPolicy}
     if not _is_of_torch(policy) or type(policy).__name__ not in kinds:
-        raise ValueError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}")
+        raise ValueError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}.")
     kind = kinds[type(policy).__name__]
     return kind(**_fields_of(policy, kind))
 
@@ -471,17 +472,12 @@ class CommPolicy:
 
     def __post_init__(self) -> None:
         if self.direct_min_bytes is not None and not (_is_number(self.direct_min_bytes) and self.direct_min_bytes >= 0):
-            raise ValueError(f"CommPolicy.direct_min_bytes must be None or a number >= 0, got {self.direct_min_bytes!r}")
-        if not _is_int(self.reductions_in_flight) or self.reductions_in_flight < 1:
-            raise ValueError(f"CommPolicy.reductions_in_flight must be an int >= 1, got {self.reductions_in_flight!r}")
-        if self.prefetch_bytes is not None and not (_is_int(self.prefetch_bytes) and self.prefetch_bytes >= 0):
-            raise ValueError(f"CommPolicy.prefetch_bytes must be None or an int >= 0, got {self.prefetch_bytes!r}")
+            raise ValueError(f"CommPolicy.direct_min_bytes must be None or a number >= 0, got {self.direct_min_bytes!r}.")
+        check_int("CommPolicy.reductions_in_flight", self.reductions_in_flight)
+        if self.prefetch_bytes is not None:
+            check_int("CommPolicy.prefetch_bytes", self.prefetch_bytes, least=0, otherwise=", or None")
         if not isinstance(self.gather_after_step, bool):
-            raise ValueError(f"CommPolicy.gather_after_step must be True or False, got {self.gather_after_step!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+            raise ValueError(f"CommPolicy.gather_after_step must be True or False, got {self.gather_after_step!r}.")
 
 
 def _is_number(value: Any) -> bool:
@@ -538,13 +534,12 @@ class CheckPolicy:
 
     def __post_init__(self) -> None:
         if isinstance(self.silence, str) or not isinstance(self.silence, Iterable):
-            raise ValueError(f"CheckPolicy.silence takes a tuple of names, as in ('root',), got {self.silence!r}")
+            raise ValueError(f"CheckPolicy.silence takes a tuple of names, as in ('root',), got {self.silence!r}.")
         unknown = [name for name in self.silence if name not in LINTS]
         if unknown:
-            raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}")
-        if not (_is_int(self.every) and self.every >= 1):
-            raise ValueError(f"CheckPolicy.every must be an int >= 1, got {self.every!r}")
+            raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}.")
+        check_int("CheckPolicy.every", self.every)
         if not (_is_number(self.patience) and self.patience >= 0):
-            raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}")
+            raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}.")
         if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
-            raise ValueError(f"CheckPolicy.timeout must be None or a number of seconds > 0, got {self.timeout!r}")
+            raise ValueError(f"CheckPolicy.timeout must be None or a number of seconds > 0, got {self.timeout!r}.")

@@ -102,8 +102,8 @@ def test_what_fully_shard_refuses(world: World) -> None:
         mesh=mesh,
         shard_placement_fn=lambda parameter: 1,
     )
-    refused("offload_policy must be an OffloadPolicy, got bool", nn.Linear(2, 2), mesh=mesh, offload_policy=True)
-    refused("mp_policy must be a MixedPrecisionPolicy, got str", nn.Linear(2, 2), mesh=mesh, mp_policy="bf16")
+    refused("offload_policy must be an OffloadPolicy, got bool.", nn.Linear(2, 2), mesh=mesh, offload_policy=True)
+    refused("mp_policy must be a MixedPrecisionPolicy, got str.", nn.Linear(2, 2), mesh=mesh, mp_policy="bf16")
     parallel = nn.Linear(2, 2)
     parallel.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Replicate()]))
     with pytest.raises(
@@ -154,18 +154,18 @@ def test_policies_refuse_wrong_values() -> None:
     cases: list[tuple[Callable[[], Any], str]] = [
         (
             lambda: MixedPrecisionPolicy(param_dtype=torch.int32),
-            "MixedPrecisionPolicy.param_dtype must be a floating-point torch.dtype or None, got torch.int32",
+            "MixedPrecisionPolicy.param_dtype must be a floating-point torch.dtype or None, got torch.int32.",
         ),
         (
             lambda: MixedPrecisionPolicy(reduce_dtype="bf16"),
-            "MixedPrecisionPolicy.reduce_dtype must be a floating-point torch.dtype or None, got 'bf16'",
+            "MixedPrecisionPolicy.reduce_dtype must be a floating-point torch.dtype or None, got 'bf16'.",
         ),
         (
             lambda: MixedPrecisionPolicy(accumulate_dtype=torch.int32),
-            "MixedPrecisionPolicy.accumulate_dtype must be a floating-point torch.dtype or None, got torch.int32",
+            "MixedPrecisionPolicy.accumulate_dtype must be a floating-point torch.dtype or None, got torch.int32.",
         ),
-        (lambda: CommPolicy(direct_min_bytes=-1), "CommPolicy.direct_min_bytes must be None or a number >= 0, got -1"),
-        (lambda: CommPolicy(reductions_in_flight=0), "CommPolicy.reductions_in_flight must be an int >= 1, got 0"),
+        (lambda: CommPolicy(direct_min_bytes=-1), "CommPolicy.direct_min_bytes must be None or a number >= 0, got -1."),
+        (lambda: CommPolicy(reductions_in_flight=0), "CommPolicy.reductions_in_flight must be an int of at least 1, got 0."),
     ]
     for make, text in cases:
         with pytest.raises(ValueError) as caught:
@@ -270,7 +270,7 @@ def test_setters_refuse_what_merely_counts_as_true_or_as_a_number(world: World) 
         with pytest.raises(ValueError, match="^recurse must be True or False, got 'no'[.]$"):
             getattr(model, name)(value, recurse="no")
     for wrong in (True, 0, "2", None, 1.5):
-        with pytest.raises(ValueError, match=f"^max_input_buffers must be an int >= 1, got {wrong!r}[.]$"):
+        with pytest.raises(ValueError, match=f"^max_input_buffers must be an int of at least 1, got {wrong!r}[.]$"):
             model.set_reduce_scatter_max_input_buffers(wrong)
     for wrong in (True, 0, "2", float("inf")):
         with pytest.raises(ValueError, match=f"^set_gradient_divide_factor takes a number > 0 or None, got {wrong!r}[.]$"):

@@ -401,7 +401,7 @@ def test_reductions_in_flight_and_a_group_of_their_own_change_at_any_time(world:
         train_step(world, sharded, model, step)
     assert sharded.blocks[0]._fullshard_unit.options.comm.reductions_in_flight == 3
     assert_same_grads(sharded, model)
-    with pytest.raises(ValueError, match="max_input_buffers must be an int >= 1, got 0"):
+    with pytest.raises(ValueError, match="max_input_buffers must be an int of at least 1, got 0"):
         sharded.set_reduce_scatter_max_input_buffers(0)
 
 

@@ -740,5 +740,5 @@ def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) 
 
 def test_messages_of_a_plan_refuse_what_is_no_number_of_ranks() -> None:
     for wrong in (0, True, 2.0):
-        with pytest.raises(ValueError, match=r"Plan.messages\(\) expected the number of ranks, an int of at least 1, got"):
+        with pytest.raises(ValueError, match=r"ranks must be an int of at least 1, got"):
             plan_model(Wide()).messages(wrong)  # type: ignore[arg-type]

@@ -10,14 +10,14 @@ import pytest
 from fullshard import CheckPolicy, CommPolicy, DataParallelMeshDims
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: CommPolicy(direct_min_bytes="4"), "CommPolicy.direct_min_bytes must be None or a number >= 0, got '4'"),
-    (lambda: CommPolicy(direct_min_bytes=True), "CommPolicy.direct_min_bytes must be None or a number >= 0, got True"),
-    (lambda: CommPolicy(prefetch_bytes=0.5), "CommPolicy.prefetch_bytes must be None or an int >= 0, got 0.5"),
-    (lambda: CheckPolicy(patience="1"), "CheckPolicy.patience must be a number of seconds >= 0, got '1'"),
-    (lambda: CheckPolicy(patience=None), "CheckPolicy.patience must be a number of seconds >= 0, got None"),
-    (lambda: CheckPolicy(timeout="60"), "CheckPolicy.timeout must be None or a number of seconds > 0, got '60'"),
-    (lambda: CheckPolicy(silence="root"), "CheckPolicy.silence takes a tuple of names, as in ('root',), got 'root'"),
-    (lambda: CheckPolicy(silence=5), "CheckPolicy.silence takes a tuple of names, as in ('root',), got 5"),
+    (lambda: CommPolicy(direct_min_bytes="4"), "CommPolicy.direct_min_bytes must be None or a number >= 0, got '4'."),
+    (lambda: CommPolicy(direct_min_bytes=True), "CommPolicy.direct_min_bytes must be None or a number >= 0, got True."),
+    (lambda: CommPolicy(prefetch_bytes=0.5), "CommPolicy.prefetch_bytes must be an int of at least 0, or None, got 0.5."),
+    (lambda: CheckPolicy(patience="1"), "CheckPolicy.patience must be a number of seconds >= 0, got '1'."),
+    (lambda: CheckPolicy(patience=None), "CheckPolicy.patience must be a number of seconds >= 0, got None."),
+    (lambda: CheckPolicy(timeout="60"), "CheckPolicy.timeout must be None or a number of seconds > 0, got '60'."),
+    (lambda: CheckPolicy(silence="root"), "CheckPolicy.silence takes a tuple of names, as in ('root',), got 'root'."),
+    (lambda: CheckPolicy(silence=5), "CheckPolicy.silence takes a tuple of names, as in ('root',), got 5."),
     (
         lambda: DataParallelMeshDims(),
         "Expected at least one axis in shard= or replicate= of DataParallelMeshDims, got None for both.",

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from torch import nn
 
 from fullshard.core import PlacementFn
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.hardware import Gpu, Network, network_of
@@ -280,7 +280,7 @@ def _explain(
         )
     if not isinstance(arguments.states, StateSharding):
         raise ValueError(f"states must be a StateSharding, for example fullshard.ZERO2, got {arguments.states!r}.")
-    check_positive_int("microbatches", arguments.microbatches)
+    check_int("microbatches", arguments.microbatches)
     if arguments.microbatches > MAX_MICROBATCHES:
         raise ValueError(
             f"microbatches must be at most {MAX_MICROBATCHES:,}, since each is simulated, got {arguments.microbatches:,}."

@@ -651,8 +651,6 @@ def mesh_shape(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, 
     Raises:
         ValueError: if the mesh does not have as many ranks as the world.
     """
-    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise ValueError(f"world must be the number of ranks, at least 1, got {world!r}.")
     sizes = (world,) if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(mesh)
     if len(sizes) > 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise ValueError(f"mesh must be one or two sizes, (ranks,) or (replicas, ranks), got {mesh!r}.")

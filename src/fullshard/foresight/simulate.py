@@ -30,7 +30,7 @@ from fullshard.core import (
     message_length,
     plan_layout,
 )
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
@@ -124,7 +124,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "microbatches"):
-            check_positive_int(f"Setting.{name}", getattr(self, name))
+            check_int(f"Setting.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

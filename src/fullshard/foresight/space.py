@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.core import Message
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 from fullshard.foresight.clock import message_seconds, op_seconds
 from fullshard.foresight.explanation import Explanation, explain_with
 from fullshard.foresight.group import GroupPlan
@@ -225,7 +225,7 @@ class Variants:
         """
         if "rows" in changes or "world" in changes:
             return int(changes.get("rows", self.rows))
-        microbatches = check_positive_int("microbatches", changes.get("microbatches", self.arguments.microbatches))
+        microbatches = check_int("microbatches", changes.get("microbatches", self.arguments.microbatches))
         return self.rows * self.arguments.microbatches // microbatches
 
     def arguments_for(self, changes: Changes) -> ExplainArguments:

@@ -25,7 +25,7 @@ from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.core.unit_modules import recovered, require_unit, unit_of, units_of
-from fullshard.errors import StateError, warn_once
+from fullshard.errors import StateError, check_int, warn_once
 from fullshard.frontend import forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.policies import StateSharding
@@ -464,9 +464,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if it is not an int, or less than 1.
         """
-        most = max_input_buffers
-        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-            raise ValueError(f"max_input_buffers must be an int >= 1, got {most!r}.")
+        most = check_int("max_input_buffers", max_input_buffers)
         for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
 

@@ -10,7 +10,7 @@ from math import inf, prod
 from typing import Any
 
 from fullshard.core import Extent
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 
 BUCKET_NBYTES = 32 << 20
 """Limit of the whole matrices of one owner in a bucket, bytes, unless the largest matrix is larger."""
@@ -334,11 +334,11 @@ def plan_owners(
     Source: longest processing time first, Graham 1969 (doi 10.1137/0117039).
     """
     for name, number in (("ranks", ranks), ("replicas", replicas), ("itemsize", itemsize)):
-        check_positive_int(name, number)
+        check_int(name, number)
     found = tuple(one if isinstance(one, Matrix) else _matrix(*one) for one in matrices)
     if bucket_nbytes is None:
         bucket_nbytes = max(BUCKET_NBYTES, *(prod(one.shape) * itemsize for one in found), 0)
-    check_positive_int("bucket_nbytes", bucket_nbytes, otherwise=", or None")
+    check_int("bucket_nbytes", bucket_nbytes, otherwise=", or None")
     costs = tuple(one.cost if cost is None else cost(one) for one in found)
     for one, spent in zip(found, costs):
         if not 0 <= spent < inf:

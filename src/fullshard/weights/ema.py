@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ParamGroup, Unit, units_of
-from fullshard.errors import StateError, check_positive_int
+from fullshard.errors import StateError, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
 
@@ -78,7 +78,7 @@ class EMA:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
         for name, value in (("every", every), ("warmup", 1 if warmup is None else warmup)):
-            check_positive_int(name, value)
+            check_int(name, value)
         self.decay, self.every, self.warmup = float(decay), every, warmup
         self.calls = self.updates = 0
         self._model, self._dtype = model, dtype

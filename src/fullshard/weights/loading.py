@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core import Agreement
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 from fullshard.weights.allocating import allocate, unwritten_ids
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
@@ -232,7 +232,7 @@ def _check(*, strict: object, missing: object, threads: object, buffer_bytes: ob
         except re.error as failure:
             raise ValueError(f"missing must be a list of regular expressions, got {pattern!r}: {failure}.") from failure
     for name, value in (("threads", threads), ("buffer_bytes", buffer_bytes)):
-        check_positive_int(name, value)
+        check_int(name, value)
     if replicas not in ("auto", "read"):
         raise ValueError(f"replicas must be 'auto' or 'read', got {replicas!r}.")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core import Agreement, Ranks
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreRankGroup, join_saves
 from fullshard.weights.commit import Extra, Replacement, new_token
@@ -228,7 +228,7 @@ def save_weights(
 
 def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object, background: object) -> None:
     for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
-        check_positive_int(name, value)
+        check_int(name, value)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}.")
     if not isinstance(background, bool):

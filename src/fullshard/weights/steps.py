@@ -17,7 +17,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from fullshard.errors import check_positive_int
+from fullshard.errors import check_int
 from fullshard.weights.commit import resolved
 from fullshard.weights.headers import LATEST
 
@@ -40,11 +40,10 @@ class Steps:
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: object, keep: object) -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ValueError(f"step must be an int of at least 0, got {step!r}.")
+        number = check_int("step", step, least=0)
         self._all = resolved(directory)
-        self._keep = None if keep is None else check_positive_int("keep", keep, otherwise=", or None for all steps")
-        self.directory = self._all / f"step-{step}"
+        self._keep = None if keep is None else check_int("keep", keep, otherwise=", or None for all steps")
+        self.directory = self._all / f"step-{number}"
 
     def check(self) -> None:
         """Raise ValueError if a file or directory has the name of the link."""

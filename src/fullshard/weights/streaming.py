@@ -25,7 +25,7 @@ from fullshard.core import (
     all_gather_full,
     needs_own_group,
 )
-from fullshard.errors import StateError
+from fullshard.errors import StateError, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
@@ -79,8 +79,7 @@ def iter_full(
         ...     engine.load_weights([(name, tensor)])
     """
     for name, value, least in (("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes, 1), ("ahead", ahead, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        check_int(name, value, least=least)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     receives = _receives(to)

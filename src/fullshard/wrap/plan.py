@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard import _torch
 from fullshard.core import KeepAfterForward, children_first
+from fullshard.errors import check_int
 from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, frequencies, messages_of, thresholds
@@ -351,8 +352,7 @@ class Plan:
         Example:
             >>> print(plan.messages(512))                                                         # doctest: +SKIP
         """
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise ValueError(f"Plan.messages() expected the number of ranks, an int of at least 1, got {ranks!r}.")
+        check_int("ranks", ranks)
         found: list[tuple[str, UnitMessages]] = []
         for unit, entries in self.held():
             options = {
