@@ -10,7 +10,8 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,8 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from fullshard.comm.streams import _DeviceWork
+from fullshard.core import Message
 from fullshard.core.heartbeat import Heartbeats
 from fullshard.foresight.calibrate import _Bench
+from fullshard.foresight.clock import message_seconds
 from fullshard.weights import load_weights, save_weights
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
@@ -311,6 +314,12 @@ def test_with_fsdp2_it_may_not(world: World) -> None:
 # --- what took every accelerator for CUDA, or for none ---
 
 
+MEASURED = (
+    *("fp32", "bf16", "fp8", "bandwidth", "launch", "attention", "attention_fp32"),
+    *("link", "between", "latency", "overlap"),
+)
+
+
 @ranks(2, device="sim")
 def test_calibrate_measures_an_accelerator_of_any_kind(world: World) -> None:
     """It measured the CPU, wherever there was no CUDA."""
@@ -318,14 +327,34 @@ def test_calibrate_measures_an_accelerator_of_any_kind(world: World) -> None:
 
     def measure(bench: Any) -> dict[str, float]:
         seen.append(bench.device)
-        return dict.fromkeys(
-            ("fp32", "bf16", "bandwidth", "launch", "attention", "attention_fp32", "link", "latency", "overlap"), 2.0
-        )
+        return dict.fromkeys(MEASURED, 2.0)
 
     with mock.patch.object(_Bench, "measure", measure):
         gpu, _ = fullshard.calibrate(world.folder("calibrate") / "machine.json")
     assert seen == [torch.device("sim", 0)]
     assert gpu.memory == 8192 << 20 and gpu.per_node == 1
+
+
+@ranks(4, device="sim")
+def test_calibrate_tells_links_inside_a_machine_from_those_between_machines(world: World) -> None:
+    """It took the speed of collectives of all ranks for that inside of a machine, too."""
+    nbytes, seconds = 1 << 30, {2: 0.25, 4: 3.0}  # of an all-gather among two and among four ranks
+
+    def network(bench: Any, sizes: Any, group: Any) -> dict[str, float]:
+        ranks = group.size()
+        return {"link": nbytes * (ranks - 1) / ranks / seconds[ranks], "latency": 0.0, "overlap": 1.0}
+
+    works = ("_products", "_bandwidth", "_launch", "_attention", "_float8")
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}))
+        patched.enter_context(mock.patch.object(_Bench, "_network", network))
+        for name in works:
+            patched.enter_context(mock.patch.object(_Bench, name, lambda *_: 1.0))
+        gpu, net = fullshard.calibrate(world.folder("calibrate") / "machine.json")
+    instant = replace(net, hop=0.0, step=0.0, base=0.0)
+    for ranks_in, took in seconds.items():
+        message = Message("all_gather", torch.float32, nbytes, 1, ranks_in)
+        assert message_seconds(message, "gather", gpu, instant, (1, ranks_in, 1)) == pytest.approx(took)
 
 
 VERIFY = """

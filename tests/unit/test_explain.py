@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import fullshard
 from fullshard import HFSDP, ZERO2, Matrix, MixedPrecisionPolicy
 from fullshard.comm.traffic import Message
 from fullshard.foresight.clock import message_seconds, play
+from fullshard.foresight.command import _mp_policy
 from fullshard.foresight.comparison import _network
 from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_machine
 from fullshard.foresight.ledger import Ledger
@@ -723,6 +725,19 @@ def test_the_command_line_says_it_in_its_exit_status(arguments: str, status: int
     assert found.returncode == status, found.stderr
     lines = (found.stdout if status < 2 else found.stderr).splitlines()
     assert told in lines[0] and (status < 2 or len(lines) == 1)
+
+
+def test_a_reduce_dtype_alone_changes_no_compute_dtype() -> None:
+    """On the CPU it switched the model to bf16, and it replaced the policy of the factory."""
+    half, low = torch.float16, torch.bfloat16
+    given = fullshard.MixedPrecisionPolicy(half, half, output_dtype=torch.float32)
+    for arguments, expected in (
+        ({"gpu": "cpu"}, fullshard.MixedPrecisionPolicy(None, low)),
+        ({}, fullshard.MixedPrecisionPolicy(low, low)),
+        ({"mp_policy": given}, replace(given, reduce_dtype=low)),
+    ):
+        assert _mp_policy(Namespace(dtype=None, reduce_dtype="bf16"), arguments) == expected
+    assert _mp_policy(Namespace(dtype="fp32", reduce_dtype=None), {}) == fullshard.MixedPrecisionPolicy(None, torch.float32)
 
 
 def test_a_traceback_is_shown_to_who_asks_for_it(tmp_path: Path) -> None:

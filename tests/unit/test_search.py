@@ -242,5 +242,25 @@ def test_a_mesh_may_be_a_list_and_no_microbatches_are_refused_by_name() -> None:
     build, batch = partial(Model, 64, 2), torch.empty(8, 4, 64, device="meta")
     found = search(build, batch, goal="fastest", world=8, loss=torch.sum, mesh=[2, 4], over={"accumulate": (True, False)})
     assert found.best is not None and found.best.explanation.setting.hybrid
-    with pytest.raises(ValueError, match="microbatches"):
+    with pytest.raises(ValueError, match="microbatches must be an int of at least 1, got 0"):
         search(build, batch, goal="fastest", world=8, loss=torch.sum, over={"microbatches": (0,)})
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_invalid() -> None:
+    """Three microbatches of eight rows were those of six rows."""
+    found = search(
+        partial(Model, 64, 2), torch.empty(8, 4, 64), goal="fastest", world=8, loss=torch.sum, over={"microbatches": (2, 3, 16)}
+    )
+    assert [one.changes for one in found.tried] == [{}, {"microbatches": 2}]
+    assert "invalid: microbatches=3: microbatches=3 does not divide the 8 rows of the batch" in str(found)
+    assert [changes["microbatches"] for changes, _ in found.skipped] == [3, 16]
+
+
+def test_a_setting_that_is_left_out_counts_once() -> None:
+    """It was counted as left out after it had been simulated, too."""
+    build, batch = partial(Model, 256, 4), torch.empty(1024, 4, 256, device="meta")
+    gpu = replace(GPUS["h100-sxm"], memory=GPUS["h100-sxm"].context + (4 << 20))
+    over = {"accumulate": (False,), "microbatches": (2,)}
+    found = search(build, batch, goal="fastest", world=8, gpu=gpu, loss=torch.sum, over=over)
+    assert found.best is None and found.left
+    assert found.left + len(found.tried) == 3 + 10, "two microbatches reduced once or twice, or one of 1024, 512, ... or 1 row"

@@ -145,6 +145,7 @@ from fullshard._torch.flops import (
     grouped_mm,
     grouped_mm_shape,
     math_attention,
+    product_in_float8,
     sizes_of_product,
 )
 from fullshard._torch.fsdp import (
@@ -334,6 +335,7 @@ __all__ = [
     "persists",
     "point_at",
     "process_group_memory",
+    "product_in_float8",
     "profiling",
     "reduce_scatter_base",
     "reduce_scatter_coalesced",

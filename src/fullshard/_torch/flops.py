@@ -17,6 +17,7 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_shape",
     "math_attention",
+    "product_in_float8",
     "sizes_of_product",
 ]
 
@@ -92,6 +93,18 @@ def grouped_mm_shape(
     row = -(-shape[-1] // aligned) * aligned
     strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
     return torch.empty_strided(shape, strides, dtype=dtype, device=one.device)
+
+
+def product_in_float8(one: Tensor, other: Tensor) -> Tensor:
+    """Return `one @ other.t()` in bf16, of matrices in a float8 dtype and without scaling.
+
+    Private: `torch._scaled_mm`, which is what torchao and torchtitan call.
+
+    Raises:
+        RuntimeError: if the device has no such products.
+    """
+    scale = torch.ones((), device=one.device)
+    return torch._scaled_mm(one, other.t(), scale, scale, out_dtype=torch.bfloat16)
 
 
 def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fullshard import _torch
 from fullshard.core import StartedWork, collectives_for
-from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, Gpu, Network, write_machine
+from fullshard.foresight.hardware import DEFAULT_GPU, GIB, GPUS, NETWORKS, Gpu, Network, write_machine
 from fullshard.foresight.rates import attention_fraction
 
 SIZES = ((512, 256, 256), (1024, 256, 768), (1024, 512, 512), (512, 1024, 1024))
@@ -99,7 +99,7 @@ def _measure_on_all_ranks(out: Path) -> tuple[Gpu, Network]:
     """Measure on all ranks, write the medians on rank 0, and return them. Collective."""
     accelerator = _torch.accelerator()
     device = _torch.device_of("cpu" if accelerator is None else accelerator.type)
-    mine = _Bench(device).measure()
+    mine = _Bench(device, _ranks_in_machine(device)).measure()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     middle = {name: median(one[name] for one in found) for name in mine}
@@ -110,12 +110,32 @@ def _measure_on_all_ranks(out: Path) -> tuple[Gpu, Network]:
     return gpu, network
 
 
+def _ranks_in_machine(device: torch.device) -> int:
+    """Return the number of ranks of one machine. On the CPU, machines are not told apart: all ranks count as one machine.
+
+    Raises:
+        ValueError: if the machines cannot have equal numbers of ranks.
+    """
+    ranks = dist.get_world_size()
+    if device.type == "cpu":
+        return ranks
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count()))
+    if ranks > each and ranks % each:
+        raise ValueError(f"Expected the same number of ranks on each machine, got {ranks} ranks of {each} per machine.")
+    return min(ranks, each)
+
+
 def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Network]:
-    source = f"measured by calibrate with torch {torch.__version__} on {dist.get_world_size()} ranks"
+    ranks = dist.get_world_size()
+    source = f"measured by calibrate with torch {torch.__version__} on {ranks} ranks"
+    factor = 1.0
+    if device.type != "cpu":  # `Gpu.attention` is the rate of a forward of infinite length without a mask
+        slower = [attention_fraction(backward=one, causal=True, head=_HEAD, length=_LENGTH) for one in (False, True)]
+        factor = (_FORWARD / slower[0] + _BACKWARD / slower[1]) / (_FORWARD + _BACKWARD)
     shared = {
         "matmul": 1.0,
-        "attention": found["attention"] / found["bf16"],
-        "attention_fp32": found["attention_fp32"] / found["fp32"],
+        "attention": factor * found["attention"] / found["bf16"],
+        "attention_fp32": factor * found["attention_fp32"] / found["fp32"],
         "streaming": 1.0,
         "bf16": found["bf16"],
         "fp32": found["fp32"],
@@ -125,22 +145,23 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
         "overlap": found["overlap"],
         "source": source,
     }
-    if device.type != "cpu":  # `Gpu.attention` is the rate of a forward of infinite length without a mask
-        slower = [attention_fraction(backward=one, causal=True, head=_HEAD, length=_LENGTH) for one in (False, True)]
-        factor = (_FORWARD / slower[0] + _BACKWARD / slower[1]) / (_FORWARD + _BACKWARD)
-        shared["attention"] = factor * found["attention"] / found["bf16"]
-        shared["attention_fp32"] = factor * found["attention_fp32"] / found["fp32"]
     if device.type == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
         gpu = replace(GPUS["cpu"], name="measured", memory=memory, **shared)  # type: ignore[arg-type]
         network = replace(NETWORKS["gloo"], base=found["latency"], step=0.0, hop=0.0, source=source)
         return gpu, replace(network, name="measured", per_gpu=found["link"])
     _, memory = torch.accelerator.get_memory_info(device)
+    inside = _ranks_in_machine(device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count()))
-    gpu = replace(GPUS["h100-sxm"], name="measured", memory=memory, per_node=per_node, context=2 * GIB, **shared)  # type: ignore[arg-type]
-    several = dist.get_world_size() > per_node
+    gpu = replace(GPUS[DEFAULT_GPU], name="measured", memory=memory, per_node=per_node, context=2 * GIB, **shared)  # type: ignore[arg-type]
+    gpu = replace(gpu, fp8=found["fp8"] or None)
     network = replace(NETWORKS["ib-400"], name="measured", source=source)
-    return gpu, replace(network, per_gpu=found["link"] / per_node, efficiency=1.0) if several else network
+    if inside == ranks:
+        return gpu, network
+    # All ranks of a machine share its network cards, and a collective sends what other machines have over them.
+    machines = ranks // inside
+    per_gpu = found["between"] * (machines - 1) / machines * ranks / (ranks - 1) / inside
+    return gpu, replace(network, per_gpu=per_gpu, efficiency=1.0)
 
 
 @dataclass
@@ -148,9 +169,13 @@ class _Bench:
     """Measurements on one rank."""
 
     device: torch.device
+    inside: int  # number of ranks of one machine
 
     def measure(self) -> dict[str, float]:
-        """Return all constants by name, in flop/s, bytes/s and seconds; "overlap" is a factor."""
+        """Return all constants by name, in flop/s, bytes/s and seconds; "overlap" is a factor, and 0 stands for none.
+
+        "link" is the bus bandwidth of collectives inside one machine, "between" that of collectives of all ranks.
+        """
         sizes = SIZES if self.device.type == "cpu" else LARGE
         found = {
             "fp32": self._products(sizes, torch.float32),
@@ -159,8 +184,14 @@ class _Bench:
             "launch": self._launch(),
             "attention": self._attention(torch.bfloat16),
             "attention_fp32": self._attention(torch.float32),
+            "fp8": 0.0 if self.device.type == "cpu" else self._float8(),
         }
-        return {**found, **self._network(sizes)}
+        ranks, own = dist.get_world_size(), dist.group.WORLD
+        if ranks == self.inside:
+            return {**found, **self._network(sizes, own), "between": 0.0}
+        between = self._network(sizes, own)["link"]
+        machine, _ = dist.new_subgroups(self.inside)
+        return {**found, **self._network(sizes, machine), "between": between}
 
     def _seconds(self, work: Callable[[], object], *, least: float = 0.3) -> float:
         """Return the median seconds of `work`, run for at least `least` seconds and five times."""
@@ -189,6 +220,20 @@ class _Bench:
 
             seconds += self._seconds(work)
         return sum(6 * prod(size) for size in sizes) / seconds
+
+    def _float8(self) -> float:
+        """Return flop/s of matrix products in float8, 0 if the device has none."""
+        for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):  # the second one is AMD's
+            try:
+                flops = seconds = 0.0
+                for m, k, n in LARGE:
+                    x, weight = (torch.randn(shape, device=self.device).to(dtype) for shape in ((m, k), (n, k)))
+                    seconds += self._seconds(partial(_torch.product_in_float8, x, weight))
+                    flops += 2 * m * k * n
+                return flops / seconds
+            except (RuntimeError, ValueError):
+                continue
+        return 0.0
 
     def _bandwidth(self) -> float:
         """Return bytes/s of elementwise kernels that allocate their results, as autograd does."""
@@ -224,10 +269,10 @@ class _Bench:
         flops = (_FORWARD + _BACKWARD) * 2 * heads * length * length * dim / 2
         return flops / self._seconds(work)
 
-    def _network(self, sizes: tuple[tuple[int, int, int], ...]) -> dict[str, float]:
+    def _network(self, sizes: tuple[tuple[int, int, int], ...], group: Any) -> dict[str, float]:
         """Return speed and latency of the library's own collectives, and the slowdown of compute during a collective."""
-        ranks = dist.get_world_size()
-        collectives = collectives_for(dist.group.WORLD, self.device)
+        ranks = group.size()
+        collectives = collectives_for(group, self.device)
         numel = (1 << 20 if self.device.type == "cpu" else 1 << 26) // ranks * ranks
         full, shard = torch.zeros(numel, device=self.device), torch.zeros(numel // ranks, device=self.device)
         small, part = torch.zeros(256 * ranks, device=self.device), torch.zeros(256, device=self.device)

@@ -7,7 +7,8 @@ import importlib.util
 import os
 import re
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,12 +16,12 @@ import torch
 
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
-from fullshard.foresight.hardware import GPUS, NETWORKS
+from fullshard.foresight.hardware import DEFAULT_GPU, GPUS, NETWORKS
 from fullshard.foresight.optimizer import OPTIMIZERS
-from fullshard.foresight.question import ExplainArguments
+from fullshard.foresight.question import ExplainArguments, default_dtypes
 from fullshard.foresight.search import Goal, search
 from fullshard.foresight.trace import routed
-from fullshard.policies import PRESETS, CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import PRESETS, CPUOffloadPolicy, MixedPrecisionPolicy, resolve_mp
 
 Load = Callable[[str], Any]
 VERIFY_ONLY = ("steps", "shard", "seed", "tolerance", "ranks")
@@ -35,7 +36,7 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--world", type=int, required=True, help="number of ranks")
     to.add_argument("--mesh", help="replicas x ranks, as in 8x16 (default: shard over all ranks)")
     to.add_argument("--with", dest="given", action="append", default=[], metavar="NAME=VALUE", help="argument of the factory")
-    to.add_argument("--gpu", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: h100-sxm)")
+    to.add_argument("--gpu", help=f"{', '.join(GPUS)}, or a .json of calibrate (default: {DEFAULT_GPU})")
     to.add_argument("--net", help=f"{', '.join(NETWORKS)}, or a .json of calibrate (default: usual network of such GPUs)")
     to.add_argument(
         "--tensor-parallel", type=int, help="ranks of tensor parallelism, by the factory's `parallelize` (default: 1)"
@@ -47,7 +48,9 @@ def add_explain(commands: Any) -> None:
     to.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="compute dtype; gradients reduce in fp32 (default: bf16 on a GPU)"
     )
-    to.add_argument("--reduce-dtype", choices=("bf16", "fp32"), help="dtype of gradient reduction (default: fp32)")
+    to.add_argument(
+        "--reduce-dtype", choices=("bf16", "fp32"), help="dtype of gradient reduction (default: that of the factory, or fp32)"
+    )
     to.add_argument("--reshard", help="reshard_after_forward: true, false, or a number of ranks")
     to.add_argument("--states", choices=tuple(PRESETS), help="level of ZeRO (default: ZERO3)")
     to.add_argument("--offload", action="store_true", help="keep shards, gradients and optimizer states in host memory")
@@ -97,6 +100,8 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
         ValueError: if an option or an argument is invalid, or the model cannot be explained.
     """
     arguments = {**{name: value for name, value in parts.items() if name not in VERIFY_ONLY}, **_explain_options(options)}
+    if options.dtype is not None or options.reduce_dtype is not None:
+        arguments["mp_policy"] = _mp_policy(options, arguments)
     if options.footprint:
         arguments["footprints"] = {**arguments.get("footprints", {}), **_footprints(options.footprint, load)}
     if options.find and len(options.plan) > 1:
@@ -136,10 +141,6 @@ def _explain_options(options: argparse.Namespace) -> dict[str, Any]:
             arguments[name] = getattr(options, name)
     if options.mesh is not None:
         arguments["mesh"] = _sizes(options.mesh)
-    if options.dtype is not None or options.reduce_dtype is not None:
-        compute = None if options.dtype == "fp32" else torch.bfloat16
-        reduce = torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32
-        arguments["mp_policy"] = MixedPrecisionPolicy(compute, reduce)
     if options.reshard is not None:
         arguments["reshard_after_forward"] = _reshard(options.reshard)
     if options.states is not None:
@@ -147,6 +148,16 @@ def _explain_options(options: argparse.Namespace) -> dict[str, Any]:
     if options.offload:
         arguments["offload_policy"] = CPUOffloadPolicy()
     return arguments
+
+
+def _mp_policy(options: argparse.Namespace, arguments: Mapping[str, Any]) -> MixedPrecisionPolicy:
+    """Return the policy of `--dtype` and `--reduce-dtype`. The second alone changes the policy that counts without it."""
+    reduce = torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32
+    if options.dtype is not None:
+        return MixedPrecisionPolicy(None if options.dtype == "fp32" else torch.bfloat16, reduce)
+    given = arguments.get("mp_policy")
+    before = default_dtypes(arguments.get("gpu", DEFAULT_GPU)) if given is None else resolve_mp(given)
+    return replace(before, reduce_dtype=reduce)
 
 
 def factory_arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fullshard.core import PlacementFn
 from fullshard.errors import check_int
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
-from fullshard.foresight.hardware import Gpu, Network, network_of
+from fullshard.foresight.hardware import DEFAULT_GPU, Gpu, Network, network_of
 from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_factory
 from fullshard.foresight.picture import chrome_trace, draw_png, html_page
 from fullshard.foresight.question import Build, ExplainArguments, Loss, Parallelize, Recompute
@@ -157,7 +157,7 @@ def explain(
     plan: Any = "auto",
     world: int,
     mesh: Sequence[int] | int | None = None,
-    gpu: str | Path | Gpu = "h100-sxm",
+    gpu: str | Path | Gpu = DEFAULT_GPU,
     net: str | Path | Network | None = None,
     per_node: int | None = None,
     tensor_parallel: int = 1,

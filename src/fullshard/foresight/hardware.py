@@ -140,6 +140,8 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 """Presets by name."""
 
+DEFAULT_GPU = "h100-sxm"
+
 NETWORKS: dict[str, Network] = {
     network.name: network
     for network in (
@@ -220,4 +222,4 @@ def write_machine(path: Path, gpu: Gpu, network: Network) -> None:
     path.write_text(json.dumps({"gpu": asdict(gpu), "net": asdict(network)}, indent=1) + "\n")
 
 
-__all__ = ["GIB", "GPUS", "NETWORKS", "Gpu", "Network", "gpu_of", "network_of", "write_machine"]
+__all__ = ["DEFAULT_GPU", "GIB", "GPUS", "NETWORKS", "Gpu", "Network", "gpu_of", "network_of", "write_machine"]

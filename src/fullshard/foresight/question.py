@@ -80,9 +80,12 @@ class ExplainArguments:
     @property
     def dtypes(self) -> MixedPrecisionPolicy:
         """Mixed precision of parameters and gradients; by default bf16 with fp32 reduction on a GPU, and none on a CPU."""
-        if self.mp_policy is not None:
-            return resolve_mp(self.mp_policy)
-        return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.accelerator else MixedPrecisionPolicy()
+        return default_dtypes(self.gpu) if self.mp_policy is None else resolve_mp(self.mp_policy)
 
 
-__all__ = ["Build", "ExplainArguments", "Loss", "Parallelize", "Recompute"]
+def default_dtypes(gpu: str | Path | Gpu) -> MixedPrecisionPolicy:
+    """Return the policy that `explain(mp_policy=None)` stands for."""
+    return MixedPrecisionPolicy() if gpu_of(gpu).synchronous else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+__all__ = ["Build", "ExplainArguments", "Loss", "Parallelize", "Recompute", "default_dtypes"]

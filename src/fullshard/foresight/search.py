@@ -73,12 +73,14 @@ def _identity(value: Any) -> tuple[Any, ...]:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, MixedPrecisionPolicy):
-        names = ["reduce_dtype", *fields_only_here(value)]
+        names = ["param_dtype", "reduce_dtype", *fields_only_here(value)]
         return ", ".join(f"{name} {str(getattr(value, name)).removeprefix('torch.')}" for name in names)
     if isinstance(value, CommPolicy):
         return f"reductions_in_flight {value.reductions_in_flight}, prefetch_bytes {value.prefetch_bytes}"
     if isinstance(value, Plan):
-        return f"{len(value.units)} units"
+        return (
+            f"{len(value.units)} units of up to {bytes_text(max(sum(one.nbytes for one in held) for _, held in value.held()))}"
+        )
     if isinstance(value, CPUOffloadPolicy):
         return "CPUOffloadPolicy()"
     if isinstance(value, StateSharding):
@@ -261,7 +263,8 @@ class _Search:
         self.base = self._add({}, base)
         self._axes = axes_of(base, over)
         self._all = sorted(settings(self._axes, variants.arguments), key=len)
-        self._left, self._gap = 0, 0.0
+        self._left: set[tuple[Any, ...]] = set()  # keys of settings that were ruled out, or left out for lack of time
+        self._gap = 0.0
 
     def find(self, goal: Goal) -> Found:
         """Return the result for this goal."""
@@ -276,7 +279,8 @@ class _Search:
         else:
             best = (self._fewest_changes(smallest) if goal == "fits" else self._best(self._all)) or self._fewer_rows()
         skipped = {_key_of(changes): (changes, why) for changes, why in self._variants.skipped}
-        tried, rest = tuple(self._known.values()), (self._left, self._gap, self._stopped)
+        tried, left = tuple(self._known.values()), len(self._left - self._known.keys())
+        rest = left, self._gap, self._stopped
         return Found(goal, self._budget, self.base, smallest, best, tried, tuple(skipped.values()), *rest)
 
     # --- goals ---
@@ -382,13 +386,13 @@ class _Search:
         while heap:
             bound, number, traced, changes = heapq.heappop(heap)
             if best is not None and 1 / bound <= best.speed * (1 + self._tolerance):
-                return self._stop(best, len(heap) + 1, bound)
+                return self._stop(best, [changes, *(other for *_, other in heap)], bound)
             if not traced and self._variants.is_traced(changes):
                 # The model was traced for this setting after it was queued, which gives a tighter bound.
                 self._enqueue(heap, number, changes)
                 continue
             if self._out_of_time(found=best is not None) and _key_of(changes) not in self._known:
-                return self._stop(best, len(heap) + 1, bound)
+                return self._stop(best, [changes, *(other for *_, other in heap)], bound)
             candidate = self._attempt(changes)
             if candidate is not None and self._fits(candidate) and (best is None or candidate.speed > best.speed):
                 best = candidate
@@ -409,7 +413,7 @@ class _Search:
         if bound is None:
             return
         if bound.nbytes > self._max_bytes or bound.pinned > self.base.explanation.gpu.host:
-            self._left += 1
+            self._left.add(_key_of(changes))
             return
         per_row = self.base.explanation.traced.tokens / self._variants.rows
         tokens = per_row * self._variants.rows_of(changes) * self._variants.arguments_for(changes).microbatches
@@ -418,8 +422,8 @@ class _Search:
         # At least 1e-30, since callers divide by it. `number` breaks ties: changes cannot be compared.
         heapq.heappush(heap, (max(seconds / tokens, 1e-30), number, bound.traced, changes))
 
-    def _stop(self, best: Candidate | None, left: int, bound: float) -> Candidate | None:
-        self._left += left
+    def _stop(self, best: Candidate | None, left: Iterable[Changes], bound: float) -> Candidate | None:
+        self._left.update(map(_key_of, left))
         if best is not None:
             self._gap = max(self._gap, 1 / bound / best.speed - 1)
         return best

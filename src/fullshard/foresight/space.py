@@ -77,6 +77,8 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
                 )
             if isinstance(values, str) or not isinstance(values, Sequence) or not values:
                 raise ValueError(f"over[{name!r}] must be a sequence of values to try, got {values!r}.")
+            for value in values if name == "microbatches" else ():
+                check_int("microbatches", value)
             requested = getattr(arguments, name)
             axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
         return axes
@@ -222,11 +224,20 @@ class Variants:
 
         The rows of the requested microbatches are divided among the new number of microbatches, unless the changes contain
         "rows" or "world".
+
+        Raises:
+            ValueError: if they cannot be divided.
         """
         if "rows" in changes or "world" in changes:
             return int(changes.get("rows", self.rows))
-        microbatches = check_int("microbatches", changes.get("microbatches", self.arguments.microbatches))
-        return self.rows * self.arguments.microbatches // microbatches
+        microbatches = changes.get("microbatches", self.arguments.microbatches)
+        rows, rest = divmod(self.rows * self.arguments.microbatches, microbatches)
+        if rest or not rows:
+            raise ValueError(
+                f"microbatches={microbatches} does not divide the {self.rows * self.arguments.microbatches} rows of the batch. "
+                "Pass a number that does, or a batch of other rows."
+            )
+        return rows
 
     def arguments_for(self, changes: Changes) -> ExplainArguments:
         """Return the arguments of `explain` with these changes."""
@@ -267,9 +278,8 @@ class Variants:
 
     def bound(self, changes: Changes) -> Bound | None:
         """Return the bound of a step with these changes, or None and add the reason to `skipped` if they are invalid."""
-        arguments = self.arguments_for(changes)
-        microbatches = arguments.microbatches
         try:
+            arguments = self.arguments_for(changes)
             if self.quick and not self.is_traced(changes):
                 # Only these arguments change the trace: `recompute`, and three that change the rows of a microbatch.
                 self.run(
@@ -283,6 +293,7 @@ class Variants:
         except ValueError as refused:
             self.skipped.append((dict(changes), str(refused)))
             return None
+        microbatches = arguments.microbatches
         # Compute and communication may overlap completely, so the bound is the longer of the two.
         communication = microbatches * state.gather + state.gather_once + state.reduce_once
         communication += (1 if arguments.accumulate else microbatches) * state.reduce
