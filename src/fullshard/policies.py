@@ -447,8 +447,9 @@ class CommPolicy:
             chunks would be mostly padding are unsharded by an all-reduce.
         reductions_in_flight: number of groups whose gradients may be in flight before backward waits for the oldest, at
             least 1.
-        prefetch_bytes: prefetch units, in the order of the last run, while all prefetched units together have at most this
-            many bytes of unsharded parameters, padding included. None prefetches exactly one unit, 0 none.
+        prefetch_bytes: while this unit computes, prefetch the units that the schedule expects next, as long as all prefetched
+            units together have at most this many bytes of unsharded parameters, padding included. None prefetches exactly one
+            unit, 0 none.
         gather_after_step: True starts the all-gathers of parameters that are kept unsharded between steps (`ZERO1`, `ZERO2`)
             behind the optimizer's step; False leaves them to the next forward, which prefetches them.
         collectives: called with each process group that a unit uses (shards; and, if there are any, replicas, separate

@@ -157,6 +157,8 @@ def test_rules_and_receivers(world: World) -> None:
         ({"bucket_bytes": 0}, "bucket_bytes must be an int of at least 1, got 0"),
         ({"ahead": -1}, "ahead must be an int of at least 0, got -1"),
         ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype or None, got 'bf16'"),
+        ({"to": 1}, "to must be a global rank, 0 to 0, got 1"),
+        ({"to": -1}, "to must be a global rank, 0 to 0, got -1"),
         ({"to": "some"}, "to must be 'all', a global rank as an int, or a process group, got 'some'"),
     ],
 )

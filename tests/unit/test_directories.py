@@ -28,6 +28,7 @@ from fullshard.weights import Drop, Keep, commit, load_weights, reading, save_we
 from fullshard.weights.commit import Replacement, staging_path
 from fullshard.weights.headers import BadFile
 from fullshard.weights.layout import lay_out
+from fullshard.weights.steps import Steps
 
 
 def uniform(value: float) -> nn.Module:
@@ -726,6 +727,31 @@ def test_a_load_that_broke_off_leaves_nothing_to_save(tmp_path: Path) -> None:
     load_weights(model, tmp_path / "good")
     save_weights(model, tmp_path / "saved")
     assert contents(tmp_path / "saved") == contents(tmp_path / "good")
+
+
+def test_a_load_that_broke_off_leaves_what_it_was_not_to_load(tmp_path: Path) -> None:
+    """Adapters that no checkpoint has were NaN after a load of the base model that failed."""
+    save_weights(uniform(1.0), tmp_path / "base", key_map=[Drop("bias")])
+    model = uniform(2.0)
+    with mock.patch.object(reading, "_read_into", side_effect=BadFile("injected")), pytest.raises(ValueError, match="injected"):
+        load_weights(model, tmp_path / "base", missing=["bias"])
+    for name, parameter in model.named_parameters():
+        assert bool((parameter == 2.0).all()) if "bias" in name else bool(parameter.isnan().all()), name
+    load_weights(model, tmp_path / "base", missing=["bias"])
+    assert values_of(model) == {1.0, 2.0}
+
+
+def test_steps_that_cannot_be_removed_are_warned_of_behind_a_save(tmp_path: Path) -> None:
+    """The save raised, although the step was in place."""
+    run = tmp_path / "run"
+    save_weights(uniform(0.0), run, step=0)
+    denied = PermissionError(13, "Permission denied", str(run / "step-0"))
+    with (
+        mock.patch.object(Steps, "_prune", side_effect=denied),
+        pytest.warns(UserWarning, match="is saved, but steps that keep=1"),
+    ):
+        done = save_weights(uniform(1.0), run, step=1, keep=1)
+    assert done.files and os.readlink(run / "latest") == "step-1"
 
 
 def test_a_pipe_is_no_file_of_a_checkpoint(tmp_path: Path) -> None:

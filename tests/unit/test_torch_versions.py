@@ -44,7 +44,7 @@ def test_groups_of_our_own_are_made_whatever_torch_asks_of_a_split_source(monkey
     ("name", "averages"),
     [("nccl", True), ("nccl2", True), ("nccl-legacy", True), ("nccl-lazy", True), ("xccl", True), ("mpi", False)],
 )
-def test_backends_that_can_average_do_it_themselves(monkeypatch: pytest.MonkeyPatch, name: str, averages: bool) -> None:
+def test_backends_average_or_are_asked_for_sums(monkeypatch: pytest.MonkeyPatch, name: str, averages: bool) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -22,7 +22,8 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
-"""Backends without ReduceOp.AVG, by the name that they report, in lower case. (MTIA's is found by its device.)"""
+"""Backends without ReduceOp.AVG, by the name that `Backend.name()` reports, in lower case: it may differ from the name given to
+`register_backend`, which counts only for process groups that are written in Python. (MTIA's is found by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

@@ -35,14 +35,19 @@ class AllocatedTensors:
                 mark_unwritten(unit, left, "load_weights() allocated")
         _mark_unmanaged(self._others.without(written), "load_weights() allocated")
 
-    def mark_all(self, model: nn.Module) -> None:
-        """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them."""
+    def mark_all(self, model: nn.Module, intact: Container[int]) -> None:
+        """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them.
+
+        Args:
+            model: the model.
+            intact: ids of the sharded parameters and plain tensors that the load was not to write, and that had values before.
+        """
         of_units: set[int] = set()
         for unit, fresh in self._by_unit:
             modules = list(_modules_of(unit))
             of_units.update(map(id, modules))
             buffers = list(dict.fromkeys([*_buffers(modules), *fresh.buffers]))
-            mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers), _PARTLY_WRITTEN)
+            mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers).without(intact), _PARTLY_WRITTEN)
         plain = [
             (weakref.ref(module), name)
             for module in model.modules()
@@ -51,7 +56,7 @@ class AllocatedTensors:
         ]
         buffers = _buffers(module for module in model.modules() if id(module) not in of_units)
         others = dict.fromkeys([*plain, *buffers, *self._others.buffers])
-        _mark_unmanaged(UninitializedTensors([], list(others)), _PARTLY_WRITTEN)
+        _mark_unmanaged(UninitializedTensors([], list(others)).without(intact), _PARTLY_WRITTEN)
 
 
 def allocate(model: nn.Module, tensors: ModelTensors) -> AllocatedTensors:

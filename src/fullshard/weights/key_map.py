@@ -122,8 +122,8 @@ class MappedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[SourcePiece, ...]  # they cover the tensor and do not overlap
-    # Tensors with equal groups are saved in one file; None: the tensor has no group. Rules that leave a tensor whole or take a
-    # part of it keep its group.
+    # Tensors with equal groups are saved in one file; None: the tensor has no group. `Unstack` sets it, rules that only rename
+    # keep it, all others clear it.
     file_group: str | None = None
 
     @classmethod

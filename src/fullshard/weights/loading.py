@@ -164,6 +164,7 @@ def load_weights(
             if _ranks_have_same_files(group, files, plan.files(group.index), known, last=attempt == ATTEMPTS - 1):
                 break
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
+        intact = set(match.missing) - set(unwritten)
         fresh = allocate(model, tensors)
         tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
         local = {entry.target.name: entry.local for entry in tensors.entries}
@@ -176,7 +177,8 @@ def load_weights(
                 load.run(plan)
             group.run(files.check_unchanged)
         except BaseException:
-            fresh.mark_all(model)  # some shards have new values: no forward may use the mixture
+            # Some shards have new values: no forward may use the mixture.
+            fresh.mark_all(model, _ids([one for one in tensors.entries if one.names[0] in intact]))
             raise
         finally:
             load.reader.close()
@@ -189,7 +191,7 @@ def load_weights(
             parameter.note_write()
         elif plain is not None and not plain.is_inference():
             torch.autograd.graph.increment_version(plain)
-    written = {id(entry.parameter or entry.plain) for entry in tensors.entries if entry.target.name not in match.missing}
+    written = _ids([one for one in tensors.entries if one.names[0] not in match.missing])
     filled = fill_buffers(model, built, unwritten)
     written |= {id(buffer) for name, buffer in model.named_buffers() if name.replace(WRAPPED, "") in filled}
     fresh.mark_remaining(written)
@@ -205,6 +207,11 @@ def load_weights(
         rules=match.rules,
         unwritten=tuple(name for name in unwritten if name not in filled),
     )
+
+
+def _ids(entries: Sequence[ModelEntry]) -> set[int]:
+    """Return the ids of sharded parameters and plain tensors."""
+    return {id(entry.plain if entry.parameter is None else entry.parameter) for entry in entries}
 
 
 def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> list[str]:

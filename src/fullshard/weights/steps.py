@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,7 +53,10 @@ class Steps:
             raise ValueError(f"{link} is not a link, but step= needs this name for a link to the latest step. Move it away.")
 
     def publish(self) -> None:
-        """Point the link to this step atomically, sync it to disk, and remove the steps that are not kept."""
+        """Point the link to this step atomically, sync it to disk, and remove the steps that are not kept.
+
+        Warn if these cannot be removed: the step is saved by then.
+        """
         # Rename a new link over the old one, because a link cannot be changed in place. Another save may do the same at this
         # moment: if it creates or renames the new link first, try again.
         fresh = self._all / f".{LATEST}.new"
@@ -68,7 +72,14 @@ class Steps:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self._prune()
+        try:
+            self._prune()
+        except OSError as failure:
+            warnings.warn(
+                f"'{self.directory}' is saved, but steps that keep={self._keep} does not keep could not be removed: {failure}. "
+                "Remove them by hand.",
+                stacklevel=2,
+            )
 
     def _prune(self) -> None:
         found: list[Path] = []

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import _torch
 from fullshard.core import (
     CollectiveCall,
     Extent,
@@ -108,7 +107,10 @@ def _receives(to: To) -> bool:
     if to == "all":
         return True
     if isinstance(to, int) and not isinstance(to, bool):
-        return to == _torch.global_rank()
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if not 0 <= to < ranks:
+            raise ValueError(f"to must be a global rank, 0 to {ranks - 1}, got {to}.")
+        return to == rank
     if isinstance(to, dist.ProcessGroup):
         return dist.get_rank(to) >= 0
     raise ValueError(f"to must be 'all', a global rank as an int, or a process group, got {to!r}")
