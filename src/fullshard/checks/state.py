@@ -97,7 +97,10 @@ class _CallInFlight(Protocol):
 
 
 class WaitState:
-    """The call that one thread waits for: on the host, or on its device, which waits for the oldest call in flight.
+    """The call that one thread waits for.
+
+    On the CPU, that is the call whose wait the thread is in. On an asynchronous device it may also be the oldest call in
+    flight, which the device has not completed.
 
     A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
     stops the device first, and the host only later, in any code that synchronizes.
@@ -115,7 +118,8 @@ class WaitState:
         self.patience = 1.0
         self.timeout: float | None = None
         self.call: LoggedCall | None = None
-        # A host cannot run further ahead than the launch queue of its device. The limit counts only if no watchdog polls.
+        # `poll_device` removes completed calls. Where no watchdog calls it, the limit keeps the list short: it is about as many
+        # calls as the launch queue of a device holds.
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: _CallInFlight | None = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll

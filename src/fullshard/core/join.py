@@ -29,13 +29,16 @@ def join(unit: Unit) -> Tensor:
     _refuse_illegal_join(unit, [inner for inner, _ in order])
     grad = torch.is_grad_enabled()
     alone = not scheduler.running
-    # Whether outputs of a unit that has not run on this rank yet would require grad: True if the outermost forward around this
-    # call has calls with a pending backward (the input then has a graph), or once a unit with trainable parameters has ended.
+    # For units that have not run on this rank yet: whether their outputs would require grad. They would if the input has a
+    # graph, which is so if calls of the outermost forward around this one have a pending backward; or if a unit with trainable
+    # parameters has ended.
     has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)
     try:
         last = _run(unit, order, grad=grad, has_graph=has_graph, alone=alone)
     except Exception:
-        if alone:  # a forward around this one would end the calls that have begun; else the next one would count as inside them
+        # A forward around this one ends the calls that have begun. Without one they would stay open, and the next forward would
+        # count as inside of them.
+        if alone:
             runtime.recovery.abort_in_progress()
         raise
     except BaseException as interrupt:

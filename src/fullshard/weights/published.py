@@ -130,7 +130,7 @@ def _name_prefix_pattern(converter: Any) -> str:
 
 def _operation_rules(kind: str, operation: Any, prefix_pattern: str, sources: Sequence[str], outs: Sequence[str]) -> list[Rule]:
     """Return the rules of one operation from `sources` to `outs`."""
-    # Group 1 of a pattern is the prefix and the last group is the suffix. Between them, a star of `sources` is a group.
+    # The groups of a pattern: the prefix, the number in the place of a star if there is one, and the suffix.
     patterns = [prefix_pattern + _name_pattern(source) + _name_suffix_pattern(source) for source in sources]
     if kind == "MergeModulelist":
         return [Stack(source, _target_name(out, 3), optional=True) for source, out in zip(patterns, outs)]

@@ -93,7 +93,7 @@ class EntryGroup:
     dtypes: Dtypes
     trainable: bool
     scalar: bool  # scalars are not sharded: they are a group of one rank, and all ranks are its replicas
-    replicated: bool  # True if a level shards over replicas, too, but not these parameters, which have few rows
+    replicated: bool  # True under HFSDP for parameters with few rows, which are not sharded over replicas
     entries: tuple[PlanEntry, ...]
 
 
