@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as early_grad
 
 import fullshard
-from fullshard import StateError, _torch, errors, fully_shard
+from fullshard import ZERO2, ZERO3, StateError, _torch, errors, fully_shard
 
 
 class Texts(expecttest.TestCase):
@@ -46,10 +46,14 @@ class Hides(nn.Module):
 def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> None:
     """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced. Here it is
     said at forward, once, and where the parameters stay, the backward is right."""
-    for reshard in (True, False):
+    fails = (
+        "all the same: a backward through it fails if {}. Return the tensor itself, or in a list, dict, dataclass or attribute"
+    )
+    for reshard in (None, True, False):
         errors._SAID.clear()
         plain = Hides()
-        model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, reshard_after_forward=reshard)
+        states = ZERO2 if reshard is None else ZERO3
+        model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, reshard_after_forward=reshard, states=states)
         for again in (False, True):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -60,9 +64,9 @@ def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> N
                 continue
             (text,) = said
             if not reshard:
+                first = "another backward ends first, which frees the parameters"
                 assert text.endswith(
-                    "all the same: a backward through it is right only if no other backward comes first, which frees the "
-                    "parameters. Return the tensor itself, or in a list, dict, dataclass or attribute"
+                    fails.format("an optimizer step and another forward come first" if states == ZERO2 else first)
                 )
                 continue
             Texts().assertExpectedInline(

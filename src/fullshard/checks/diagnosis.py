@@ -53,7 +53,8 @@ class Diagnosis:
         """Return why the wait of one thread will not end; None if it may end."""
         records, rank = self._records, self._local.rank
         here, stuck = wait_text(rank, call), state.seconds_waiting(now)
-        # A rank that ended after this call took part in it: this rank waits for another one, which may only be late.
+        # Only ranks that ended before this call count. A rank that ended behind it has taken part in it, and this rank waits
+        # for a third one, which may only be late.
         ended = [other for other, position in positions.items() if position.flags & ENDED and position.count < call.number]
         if ended:
             return ended_text(ended, records.statuses(log, ended[:MAX_NAMED]), here)
@@ -80,8 +81,8 @@ class Diagnosis:
     def _others_in_any_failed(self, log: CollectiveLog, positions: Positions, call: LoggedCall, *, patient: bool) -> list[int]:
         """Return the ranks that wait in an any_failed() that this rank has not called.
 
-        A rank that has logged `call` may have started it, so that only its message is late; or, on the CPU, it has queued the
-        call and will never start it. While `patient`, such ranks do not count.
+        While `patient`, ranks that have logged `call` do not count: they may have started it, and only its message is late. On
+        the CPU it is also possible that they have queued the call and will never start it.
         """
         ranks = [
             rank

@@ -90,8 +90,8 @@ class KeepingUnits:
                 end of a backward) already contains this rank's flags.
             touched: the units that the backward entered.
             units: returns all living units.
-            read: True if the host has waited for the heartbeats, so that their results can be read: the units of which any
-                rank kept gradients.
+            read: True if the host has waited for the heartbeats, and so may read in them which units any rank kept gradients
+                of.
         """
         checked = {beat.log for beat, _ in sent}
         found = [(unit, group) for unit, group in here if group.fingerprints.log not in checked]

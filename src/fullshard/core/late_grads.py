@@ -62,10 +62,12 @@ def check_hidden(unit: Unit, output: Any) -> None:
         if full is not None and full.requires_grad and _torch.is_in_graph(full):
             hook_late_grads(unit)
             if "hidden" not in unit.options.checks.silence:
-                if unit.record.policy in (KeepAfterForward.ALWAYS, KeepAfterForward.KEPT):
-                    why, otherwise = "is right only if no other backward comes first, which frees the parameters", ""
+                why, otherwise = "starts no all-gather of the parameters", ""
+                if unit.record.policy is KeepAfterForward.ALWAYS:
+                    why = "fails if another backward ends first, which frees the parameters"
+                elif unit.record.policy is KeepAfterForward.KEPT:
+                    why = "fails if an optimizer step and another forward come first"
                 else:
-                    why = "starts no all-gather of the parameters"
                     otherwise = ", or keep the parameters with reshard_after_forward=False"
                 warn_once(
                     f"the forward of unit '{unit.name}' returned a {type(output).__name__} in which no tensor with a graph "

@@ -28,8 +28,8 @@ def placeholder(empty: Tensor) -> Tensor:
     """Return zeros to replace an empty tensor, with its dtype, device and number of dims.
 
     Empty tensors cannot be left out: the optimizer must create their states and count their steps, or the ranks would save
-    different states. They cannot be moved to the front either: the kernels have room for a few dozen tensors, and check
-    whether it is used up only at tensors with elements, so many empty tensors in a row overflow it.
+    different states. They cannot be moved to the front either: a kernel takes a few dozen tensors at a time, but counts them
+    only when it comes to one with elements, so it overflows if there are many empty ones in a row.
     """
     return torch.zeros((PLACEHOLDER_LENGTH, *[1] * (empty.ndim - 1)), dtype=empty.dtype, device=empty.device)
 
@@ -112,7 +112,7 @@ class StepOrder:
                 last[parameter.dtype] = max(last.get(parameter.dtype, (share, index)), (share, index))
 
         def place(index: int) -> tuple[int, bool]:
-            """Return the sort key: parameters after the one to be last move to just before it."""
+            """Return the sort key. It moves parameters behind the chosen last one to the places directly before that one."""
             _, end = last.get(members[index].dtype, (0, len(members)))
             return (end, False) if index > end and steps[index] else (index, True)
 
