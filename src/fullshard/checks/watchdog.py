@@ -152,8 +152,8 @@ class Watchdog:
     def _find_gone_neighbor(self, now: float, concerned: Sequence[WaitState]) -> None:
         """Close a log if the process of one of its ranks on this machine is gone; the kernel may have killed it for memory.
 
-        Only on backends without tags, since on gloo the closed connections show it. Only after some seconds, so that the text
-        gives the reason of a rank that published one before it ended.
+        On gloo this is not needed: there, connections close when a process ends. It is done only after some seconds, so that a
+        reason that the rank published before it ended is found first.
         """
         for state in concerned:
             call = state.current()

@@ -345,9 +345,10 @@ class ParamGroup:
         return call
 
     def _note_copy(self, copied: Work | None, call: Work) -> None:
-        """Record the work that copies the shard from host memory: of the copy-in or, for an extension, before the collective.
+        """Record the work that reads the shard in host memory: the copy-in or, for an extension, the whole collective.
 
-        Not the collective itself, if it can be avoided, since that may never complete.
+        The host waits for it before it writes the shard. The collective may never complete, so it is recorded only where there
+        is no copy-in by itself.
         """
         reads = call if self.extension else copied  # the second of two hops reads the inner shard, which is on the device
         if reads is not None:

@@ -87,7 +87,7 @@ class Piece:
         unit: its unit.
         matrix: the piece in this rank's block, sharded over the shard axis.
         tensor_parallel: the tensor-parallel axis over which the piece is distributed; None if this rank's block has all of it.
-        whole: with `tensor_parallel`, the matrix that the blocks of all its ranks form, sharded over it; else `matrix`.
+        whole: the matrix before tensor parallelism, sharded over the tensor-parallel axis; without such an axis, `matrix`.
         cut: (dim, start, length) of the piece in this rank's shard; None for all of the shard.
         number: its number among the pieces of the parameter; None if the parameter is one matrix.
         count: number of pieces of the parameter, in all blocks.
