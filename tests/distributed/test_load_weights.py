@@ -7,6 +7,7 @@ import os
 from math import prod
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rotation import share_of
 from torch import nn
 
 import fullshard
-from fullshard import counting
+from fullshard import _torch, counting
 from fullshard.weights.loading import load_weights
 from fullshard.weights.rules import Convert, Merge, Rename, Transpose
 from fullshard.weights.targets import tensors_of
@@ -183,6 +184,16 @@ def test_what_is_missing_is_named_and_no_forward_takes_it_for_values(world: Worl
     with pytest.raises(fullshard.StateError, match="buffer 'mean' of FSDPNet, and nothing has written it"):
         model(torch.zeros(2, 3).long())
     model.mean.zero_()
+    with pytest.raises(fullshard.StateError, match="parameter 'bias', and nothing has written it"):
+        model(torch.zeros(2, 3).long())
+    raises = mock.Mock(side_effect=OSError("the disk is gone"))
+    with torch.no_grad():
+        _torch.local_part(model.blocks[0].bias).fill_(float("nan"))
+    model.mean.zero_()
+    assert load_weights(model, folder, strict=False).unwritten == ("blocks.0.bias",), "it has no values still"
+    with pytest.raises(Exception, match="the disk is gone"):
+        load_weights(model, folder, strict=False, progress=raises)
+    assert load_weights(model, folder, strict=False).unwritten == ("blocks.0.bias",)
     with pytest.raises(fullshard.StateError, match="parameter 'bias', and nothing has written it"):
         model(torch.zeros(2, 3).long())
     plain = Net().to("meta")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from fullshard.core.layout import Extent
 from fullshard.weights.boxes import Box
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
 from fullshard.weights.key_map import ComputedTensor, MapError, MappedTensor, map_keys
+from fullshard.weights.loading import _represents_all
 from fullshard.weights.plan import Destination, ReadRange, plan_load
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Split, Stack, Transpose, Unstack
 from fullshard.weights.shard_map import ModelTensor, ShardMap
@@ -33,6 +35,41 @@ from fullshard.weights.writing import Write, Writer
 # --- boxes ---
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
+
+
+# --- dtypes ---
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
+SIXTEEN_BITS = (torch.int16, torch.float16, torch.bfloat16)
+WIDE = (torch.int32, torch.int64, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def values_of(dtype: torch.dtype) -> Tensor:
+    """All values of a dtype or, of a wide one, some that narrower dtypes do not have."""
+    if dtype is torch.bool:
+        return torch.tensor([False, True])
+    if dtype in EIGHT_BITS + SIXTEEN_BITS:
+        bits = torch.int16 if dtype in SIXTEEN_BITS else torch.uint8
+        found = torch.arange(1 << 8 * dtype.itemsize).to(bits).view(dtype)
+        return found[found.to(torch.float64).isfinite()]
+    real = torch.tensor([0, 1, -1, 2**24 + 1, 2**31 - 1], dtype=torch.int64)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.cat([real, torch.tensor([torch.iinfo(dtype).min, torch.iinfo(dtype).max])]).to(dtype)
+    info = torch.finfo(dtype)
+    some = torch.tensor([1 + info.eps, info.max, -info.max, info.smallest_normal], dtype=torch.float64)
+    return torch.cat([some, real.double()]).to(dtype) * (1j if dtype.is_complex else 1)
+
+
+def test_a_conversion_rounds_if_a_value_becomes_another() -> None:
+    """Bytes and bools in float32, for example, were refused as if they were rounded."""
+    every = EIGHT_BITS + SIXTEEN_BITS + WIDE
+    for dtype, other in [(one, two) for one in every for two in every]:
+        values = values_of(other)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of complex numbers that lose a part
+            converted = values.to(dtype)
+        same = [one.double() if one.is_floating_point() else one for one in (values, converted)]
+        assert _represents_all(dtype, other) == (same[0].tolist() == same[1].tolist()), (dtype, other)
 
 
 # --- plans ---

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class GradCommit:
     """Commit of one group: sets `.grad` of its parameters to parts of the flat gradient, or adds to existing gradients.
 
-    Each gradient that it sets gets a mark, (layout, flat gradient), as an attribute. Gradients of a group that share one mark
-    are parts of one flat gradient (`flat_gradient`). The attribute has another name for each parameter, so that a gradient that
-    the caller moved from one parameter to another is not taken for the part that belongs there.
+    Parts of the flat gradient get a mark, (layout, flat gradient), as an attribute. Gradients of a group that share one mark
+    are parts of one flat gradient (`flat_gradient`). The name of the attribute differs from parameter to parameter: a gradient
+    that the caller moved to another parameter has no mark there.
 
     Attributes:
-        gradients: the gradients as the hooks returned them, None for a parameter without one. None instead of a list if all
-            gradients are unchanged parts of the flat gradient.
+        gradients: if a parameter has hooks or gets no gradient, the gradients as the hooks returned them, None for a parameter
+            without one; they get no mark. None instead of a list otherwise: all parts of the flat gradient become gradients.
     """
 
     __slots__ = ("_flat", "_group", "gradients")
@@ -69,7 +69,7 @@ class GradCommit:
                     raise StateError(
                         f"Expected gradients of {taken}, the grad_dtype of parameter '{parameter.name}' of unit "
                         f"'{parameter.unit_name.name}', got gradients reduced to {dtype}. Set grad_dtype before the first "
-                        "forward, or call model.to() after it."
+                        "forward. If it is set later, call model.to() afterwards."
                     )
             else:
                 mark = grad.__dict__.get(key)
@@ -81,7 +81,7 @@ class GradCommit:
         if self.gradients is not None:
             return self._commit_each(self.gradients)
         total = flat_gradient(self._group)
-        if total is not None:  # all gradients are parts of it, so a single addition does for the whole group
+        if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
             total.add_(self._flat)
             return
         group, flat, plan = self._group, self._flat, self._group.reduction
@@ -171,18 +171,19 @@ def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch
             what += f" {tuple(gradient.shape)} of {gradient.dtype}"
         if isinstance(gradient, DTensor):
             what += f" with {gradient.placements} on {gradient.device_mesh}"
+        of_dtype = "" if dtype is None else f" of {dtype}"
         raise StateError(
             f"Expected as gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}' a DTensor "
-            f"{tuple(spec.shape)} of {dtype or parameter.local.dtype} with {spec.placements} on {spec.mesh}, got {what}, which "
-            f"{origin}. Convert it with distribute_tensor(full, parameter.device_mesh, parameter.placements)."
+            f"{tuple(spec.shape)}{of_dtype} with {spec.placements} on {spec.mesh}, got {what}, which {origin}. "
+            "Convert it with distribute_tensor(full, parameter.device_mesh, parameter.placements)."
         )
 
 
 def commit_all(commits: Sequence[GradCommit]) -> None:
     """Commit all groups, then run the post-accumulate-grad hooks.
 
-    If an exception or interrupt leaves a commit, some gradients are set and some are not, and additions cannot be undone. Then
-    all gradients of these groups are discarded, with a warning.
+    If an exception or interrupt cuts a commit short, some gradients are set and some are not, and additions cannot be undone.
+    Then all gradients of these groups are discarded, with a warning.
     """
     try:
         for one in commits:

@@ -1,4 +1,4 @@
-"""Units with gradients that a backward without gradient sync kept unreduced.
+"""Units with gradients that are not fully reduced yet, since a backward kept them or reduced them over shards only.
 
 All ranks reduce them together in the backward that ends the step, even on ranks where that backward does not reach the unit.
 """
@@ -21,8 +21,8 @@ Kept = tuple[Unit, ParamGroup]
 class KeepingUnits:
     """Units with gradients that are not fully reduced yet.
 
-    They are kept on this rank by a backward without gradient sync (`has_local`), or reduce-scattered with the all-reduce over
-    replicas left to a later backward (`deferred`).
+    A backward that does not reduce keeps them on this rank (`has_local`). A backward that reduces over shards only leaves the
+    rest to a later one (`deferred`).
 
     Attributes:
         since_last_step: True if a backward kept gradients since `.grad` was last set.

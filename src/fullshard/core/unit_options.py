@@ -31,7 +31,7 @@ class UnitOptions:
 
     # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again.
     mp: MixedPrecisionPolicy
-    comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `configure` changes the others
+    comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
     checks: CheckPolicy  # the groups copy `poison`; `configure` changes the others
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
@@ -43,14 +43,13 @@ class UnitOptions:
     # Keep the memory of unsharded parameters and messages at its address. `Unit.keep_memory` changes it.
     keep_memory: bool = False
 
-    # Read when the module is sharded.
+    # Fixed: `sync` is read when the module is sharded or first runs after meta, `buffers` then and after forwards.
     sync: str = "check"
     buffers: str = "local"
 
-    # From the options above: whether the end of the unit's backward reduces its gradients, or keeps them on this rank; and
-    # whether it reduces them over shards only, and leaves the reduction over replicas to a later backward.
-    reduces: bool = field(init=False)
-    defers: bool = field(init=False)
+    # From the options above.
+    reduces: bool = field(init=False)  # the end of the unit's backward reduces its gradients; else they are kept on this rank
+    defers: bool = field(init=False)  # it reduces them over shards only, and leaves the rest to a later backward
 
     def __post_init__(self) -> None:
         goes_on = self.manual or not self.last_backward  # the step does not end with this backward

@@ -23,8 +23,10 @@ class GroupCollectives:
 
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
-    replicate: ObservedCollectives | None  # all-reduce over the replicas, which have the same shards; None without replicas
-    whole: ObservedCollectives  # all-gather over all ranks with shards: `gather`, or in one hop instead of two
+    # All-reduce over the replicas; in two hops, where shards are divided over the replicas, the hop over them. None without
+    # replicas.
+    replicate: ObservedCollectives | None
+    whole: ObservedCollectives  # all-gather over all ranks with shards: `gather`, or one collective in place of two hops
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
 
@@ -129,7 +131,9 @@ def _with_all_reduce(
     before: list[Step],
     begin: Callable[[], StartedWork] | None,
 ) -> Callable[[], StartedWork]:
-    """Combine `begin` with the all-reduce that unshards the summed parameters, and append its copy-in steps to `before`.
+    """Combine `begin` with an all-reduce that unshards the summed parameters, and append the copies before it to `before`.
+
+    These are small parameters (`GroupLayout.summed`), of which equal chunks would be mostly padding.
 
     Each rank writes its rows into zeros, and an all-reduce sums the bits as integers. At most one summand is not zero, so the
     bits arrive unchanged; a float sum would turn -0.0 into 0.0 and might change NaNs.
@@ -155,8 +159,8 @@ def _with_all_reduce(
 class AllGather:
     """An all-gather: copy-in steps, the collective, copy-out steps.
 
-    `copy_in` runs on a stream of its own, so that it overlaps with the previous all-gather, or on the all-gather stream if
-    there is none; then `begin` and `finish` run on the all-gather stream.
+    `copy_in` runs on the copy-in stream if there is one, and overlaps with the previous all-gather then. The rest runs on the
+    stream of the all-gather, `begin` before the collective and `finish` behind it.
 
     Attributes:
         begin: starts the collective.
@@ -227,15 +231,17 @@ class CustomMemoryAllGather(AllGather):
 class FlatBuffer:
     """The unsharded buffer of a group with a flat shard: the all-gather output.
 
-        direct   shard view  --(cast into own chunk, or nothing)--all-gather--> region of a large parameter, no copy-out
-        packed   shard range --(cast into own chunk of staging)---all-gather--> staging (ranks, packed) --split_copy--> regions
+        direct   shard view  --(cast into own chunk)------------all-gather--> region of a large parameter, no copy-out
+        packed   shard range --(cast into own chunk of staging)-all-gather--> staging (ranks, packed) --split_copy--> regions
+
+    Without a cast, the input of the all-gather is the shard itself.
 
     The storage has memory between `allocate` and `free`. Its size is changed by `resize_`, so the tensors in it (`views`), and
     with them the unsharded Parameters, are the same objects for the whole training, as autograd requires.
 
     Attributes:
         flat: the buffer, (unsharded_numel,).
-        keep: whether the memory is kept when it is freed, so that its address never changes.
+        keep: whether `free` and `release_staging` leave the memory allocated, so that its address never changes.
         views: the unsharded parameters, one tensor each, with separate version counters.
         versions: versions of the shards that were all-gathered last; empty before the first all-gather.
     """
@@ -250,7 +256,7 @@ class FlatBuffer:
         self._poison = storage.poison
         self.views = [tensor_on_storage(self.flat, place.unsharded_offset, place.shape) for place in layout.offsets]
         self.versions: list[int] = []
-        # Plans an all-gather whose output a custom all-gather allocates when it starts; None without one.
+        # With a custom all-gather that allocates its output when it starts: plans such an all-gather. None otherwise.
         self._plan_custom: Callable[[], AllGather] | None = None
         # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
         self._custom_gather: AllGather | None = None
@@ -261,7 +267,7 @@ class FlatBuffer:
         self._subgroup_gather: AllGather | None = None
         # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
         self._subgroup_shard: Tensor | None = None
-        # Each storage with its full size, to allocate and free it by resize_. The first one is that of `_flat`.
+        # Each storage with its full size, to allocate and free it by resize_. The first one is that of `flat`.
         self._storages = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self.flat, *self._staging)]
         self.free()
 

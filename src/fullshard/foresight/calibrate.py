@@ -38,8 +38,9 @@ _FORWARD, _BACKWARD = 4, 10  # flops of attention per pair of positions and elem
 def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Network]:
     """Measure this machine, in less than a minute, and write a file for `explain(gpu=..., net=...)`.
 
-    All ranks measure at the same time, as they compute at the same time in training. Under torchrun, its ranks take part, so
-    that collectives between machines are measured, too. Otherwise this function starts `ranks` processes.
+    All ranks measure at the same time, as they compute at the same time in training. With a process group, or under torchrun,
+    its ranks take part, so that collectives between machines are measured, too. Otherwise this function starts `ranks`
+    processes.
 
     Args:
         out: path of the JSON file.
@@ -49,7 +50,8 @@ def calibrate(out: str | Path, *, ranks: int | None = None) -> tuple[Gpu, Networ
         The measured constants.
 
     Raises:
-        ValueError: if `ranks` is less than 1, or given where the processes are there already.
+        ValueError: if `ranks` is less than 1, or is given although this process is a rank already; or if machines have
+            different numbers of ranks.
 
     Example:
         >>> calibrate("machine.json")                                                         # doctest: +SKIP
@@ -121,7 +123,10 @@ def _ranks_in_machine(device: torch.device) -> int:
         return ranks
     each = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count()))
     if ranks > each and ranks % each:
-        raise ValueError(f"Expected the same number of ranks on each machine, got {ranks} ranks of {each} per machine.")
+        raise ValueError(
+            f"Expected the same number of ranks on each machine, got {ranks} ranks, which cannot be divided into machines of "
+            f"{each}."
+        )
     return min(ranks, each)
 
 
@@ -129,7 +134,9 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
     ranks = dist.get_world_size()
     source = f"measured by calibrate with torch {torch.__version__} on {ranks} ranks"
     factor = 1.0
-    if device.type != "cpu":  # `Gpu.attention` is the rate of a forward of infinite length without a mask
+    if (
+        device.type != "cpu"
+    ):  # from what was measured to what `Gpu.attention` states: a forward, infinitely long, without a mask
         slower = [attention_fraction(backward=one, causal=True, head=_HEAD, length=_LENGTH) for one in (False, True)]
         factor = (_FORWARD / slower[0] + _BACKWARD / slower[1]) / (_FORWARD + _BACKWARD)
     shared = {
@@ -158,7 +165,7 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
     network = replace(NETWORKS["ib-400"], name="measured", source=source)
     if inside == ranks:
         return gpu, network
-    # All ranks of a machine share its network cards, and a collective sends what other machines have over them.
+    # The ranks of a machine share its network cards, over which the data of the other machines arrives.
     machines = ranks // inside
     per_gpu = found["between"] * (machines - 1) / machines * ranks / (ranks - 1) / inside
     return gpu, replace(network, per_gpu=per_gpu, efficiency=1.0)
@@ -172,9 +179,10 @@ class _Bench:
     inside: int  # number of ranks of one machine
 
     def measure(self) -> dict[str, float]:
-        """Return all constants by name, in flop/s, bytes/s and seconds; "overlap" is a factor, and 0 stands for none.
+        """Return all constants by name, in flop/s, bytes/s and seconds.
 
-        "link" is the bus bandwidth of collectives inside one machine, "between" that of collectives of all ranks.
+        "overlap" is a factor. "fp8" is 0 if the device has no products in float8. "link" is the bus bandwidth of collectives
+        inside one machine; "between" that of collectives of all ranks, 0 if there is one machine.
         """
         sizes = SIZES if self.device.type == "cpu" else LARGE
         found = {
@@ -238,8 +246,8 @@ class _Bench:
     def _bandwidth(self) -> float:
         """Return bytes/s of elementwise kernels that allocate their results, as autograd does."""
         rates = []
-        # On the CPU, small results reuse memory that was just freed and large ones get new pages, which is slower. The rate is
-        # that of half of the bytes each.
+        # On the CPU, small results reuse memory that was just freed and large ones get new pages, which is slower. The result
+        # is the rate for as many bytes in small results as in large ones.
         for numel in (1 << 18, 1 << 24) if self.device.type == "cpu" else (1 << 26,):
             x, y = torch.randn(numel, device=self.device), torch.randn(numel, device=self.device)
             rates.append(numel * 4 * (3 + 3 + 2) / self._seconds(partial(_elementwise, x, y)))

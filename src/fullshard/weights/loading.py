@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.core import Agreement
 from fullshard.errors import check_int
 from fullshard.weights.allocating import allocate, unwritten_ids
@@ -60,8 +61,9 @@ class Loaded:
         missing: names of the model that are not in the checkpoint; only with `strict=False` or `missing`.
         unexpected: names of the checkpoint that are not in the model; only with `strict=False`.
         rules: how many tensors each rule of the key map matches.
-        unwritten: names of tensors that now have memory but no values: buffers that are not in the checkpoint, and tensors on
-            meta that are missing in it. Until they are written, the forward of their units raises, or warns for such buffers.
+        unwritten: names of tensors that have memory but no values, since they were on meta, or a load of them failed, and this
+            checkpoint does not have them. Until they are written, the forward of their units raises; for buffers that are not
+            persistent it only warns.
 
     Example:
         >>> load_weights(model, "checkpoint").unwritten                                       # doctest: +SKIP
@@ -97,11 +99,13 @@ def load_weights(
 
     A dim-0 shard is one range of bytes in the file. Each rank reads its own range, with several threads, directly into the
     memory of its shard, without communication. Rows that several ranks need (replicas, tensor parallelism, shards along other
-    dims) are read once, in equal parts, and exchanged. A rank uses at most `buffer_bytes` of memory in addition to its shards.
-    The call waits for a running background save.
+    dims) are read once, in equal parts, and exchanged. A rank uses at most `buffer_bytes` of memory in addition to its shards,
+    and more only for a single row of over a quarter of that, and for the tensors of a `Convert`. The call waits for a running
+    background save.
 
     Args:
-        model: parameters and buffers on meta get memory on the device of their mesh, or on the host with `CPUOffloadPolicy`.
+        model: parameters and buffers on meta get memory on the device of their mesh; shards with `CPUOffloadPolicy` on the
+            host.
         source: a directory, an index (model.safetensors.index.json), a file, or a list of files. The first rank of the model
             reads the headers, and the others open the files that they need by the same names.
         key_map: maps names in the files to names in the model: a dict, a function (None leaves a tensor out), or rules such as
@@ -113,11 +117,11 @@ def load_weights(
         threads: number of threads that read at the same time.
         buffer_bytes: host memory for data that cannot be read directly into the shards: other dtypes and devices, rows for
             other ranks.
-        replicas: "auto" reads rows that several ranks need once and exchanges them. With "read" each of these ranks reads them,
-            without communication.
-        buffers: builds the model again, such as `lambda: Llama(config)`. It is called on the meta device, and the operators
-            that make its buffers from shapes and constants are repeated on the CPU: so buffers on meta that no checkpoint has,
-            such as the frequencies of rotary embeddings, get their values. None leaves them without values.
+        replicas: "auto" reads rows that several ranks need once and exchanges them. With "read" each of these ranks reads
+            them, and only results of `Convert` are sent.
+        buffers: gives values to buffers on meta that no checkpoint has, such as the frequencies of rotary embeddings: a
+            function that builds the model again, as `lambda: Llama(config)`. It is called on meta, and buffers that it makes
+            from shapes and constants alone are then computed on the CPU. None leaves such buffers without values.
         progress: called periodically on each rank with the bytes read so far and the total bytes to read. An exception in it
             ends the load on all ranks.
 
@@ -126,7 +130,9 @@ def load_weights(
 
     Raises:
         ValueError: the same on every rank, before the model changes: for broken, truncated or missing files, names and shapes
-            that do not match, and invalid rules.
+            that do not match, and invalid rules or options. Also later, if a file is changed while it is read or a function of
+            `Convert` raises: then the tensors that were to be loaded have no values any more, and a forward raises until they
+            are loaded.
         StateError: inside a forward or backward.
 
     Example:
@@ -137,10 +143,10 @@ def load_weights(
         2007567360
     """
     began = time.perf_counter()
-    _check(strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas)
-    check_progress(progress)
     tensors = tensors_of(model, prepare=reshard_for("load_weights()"))
     group = tensors.agreement("load_weights()")
+    group.run(partial(_check, strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas))
+    group.run(partial(check_progress, progress))
     group.run(join_saves)
     built = group.run(partial(built_buffers, model, buffers))
     limit = max(1, buffer_bytes // 4)
@@ -151,8 +157,7 @@ def load_weights(
             match = group.run(partial(_match, tensors, key_map, state, strict=strict, missing=missing))
             if not group.all_equal(match.description() + repr((buffer_bytes, replicas)).encode()):
                 raise ValueError(
-                    "The tensors that key_map makes differ between ranks, or buffer_bytes or replicas. Pass the same on all "
-                    "ranks."
+                    "buffer_bytes, replicas or the tensors that key_map makes differ between ranks. Pass the same on all ranks."
                 )
             plan = plan_load(
                 [(entry.target, mapped) for entry, mapped in match.found],
@@ -220,12 +225,16 @@ def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> lis
     Args:
         model: the model.
         match: what the checkpoint has.
-        unwritten: ids of tensors that have memory but no values, as those that a failed load or `to_empty` allocated.
+        unwritten: ids of local tensors that have memory but no values, as those that a failed load or `to_empty` allocated.
     """
     read = {name for entry, _ in match.found for name in entry.names}
     tensors = (*model.named_parameters(), *model.named_buffers())
     named = ((name.replace(WRAPPED, ""), tensor) for name, tensor in tensors)
-    return [name for name, one in named if (one.device.type == "meta" or id(one) in unwritten) and name not in read]
+    return [
+        name
+        for name, one in named
+        if (one.device.type == "meta" or not unwritten.isdisjoint((id(one), id(_torch.local_part(one))))) and name not in read
+    ]
 
 
 def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:
@@ -331,7 +340,7 @@ class _Match:
         unexpected: names of the checkpoint that are not in the model.
 
     Raises:
-        ValueError: if shapes differ, or, with `strict`, if names or dtypes do not match.
+        ValueError: if shapes differ, or, with `strict`, if names do not match or a conversion rounds.
     """
 
     def __init__(
@@ -400,13 +409,20 @@ def _represents_all(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Return True if `dtype` represents every value of `other` exactly."""
     if dtype == other:
         return True
-    if not (dtype.is_floating_point and other.is_floating_point):
-        if dtype is torch.bool or any(kind.is_floating_point or kind.is_complex for kind in (dtype, other)):
-            return False
-        if other is torch.bool:
-            return True
-        mine, its = torch.iinfo(dtype), torch.iinfo(other)
+    if other is torch.bool:
+        return True
+    if dtype is torch.bool or (other.is_complex and not dtype.is_complex):
+        return False
+    if dtype.is_complex:
+        return _represents_all(dtype.to_real(), other.to_real() if other.is_complex else other)
+    if not other.is_floating_point:
+        its = torch.iinfo(other)
+        if dtype.is_floating_point:
+            return max(its.max, -its.min) <= 2 / torch.finfo(dtype).eps  # integers up to this one have no gaps
+        mine = torch.iinfo(dtype)
         return mine.min <= its.min and its.max <= mine.max
+    if not dtype.is_floating_point:
+        return False
     one, two = torch.finfo(dtype), torch.finfo(other)
     return one.eps <= two.eps and one.max >= two.max and one.smallest_normal <= two.smallest_normal
 

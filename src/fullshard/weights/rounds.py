@@ -1,4 +1,4 @@
-"""Batch rows that one rank reads or writes for several ranks into rounds of limited size. All ranks make the same rounds."""
+"""Divide rows into rounds of limited size, equal on all ranks. One rank reads or writes a row, possibly for other ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fullshard.weights.boxes import Box
 
 P = TypeVar("P")
 
-Load = tuple[str, int]
-"""Key of a load: (purpose, rank). The purpose is "read", "write", "send" or "need"."""
+LoadKey = tuple[str, int]
+"""Purpose of bytes, and rank: a round limits the bytes of each. The purpose is "read", "write", "send" or "need"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class RowRange:
 
     rows: Box  # complete rows
     worker: int  # rank that reads or writes the rows
-    loads: tuple[tuple[Load, int], ...]  # bytes by purpose and rank, which a round limits
+    loads: tuple[tuple[LoadKey, int], ...]  # bytes of these rows, by purpose and rank
     ranks: frozenset[int]  # all ranks with a load
 
     @classmethod
-    def of(cls, rows: Box, worker: int, loads: dict[Load, int]) -> RowRange:
+    def of(cls, rows: Box, worker: int, loads: dict[LoadKey, int]) -> RowRange:
         """Return the range with `ranks` from its loads."""
         return cls(rows, worker, tuple(loads.items()), frozenset(rank for _, rank in loads))
 
@@ -48,7 +48,7 @@ def in_rounds(ranges: Iterable[tuple[RowRange, Callable[[RowRange], P]]], *, ran
     """
     # Every rank walks all ranges, so that all ranks make the same rounds.
     parts: list[P] = []
-    totals: dict[Load, int] = {}
+    totals: dict[LoadKey, int] = {}
     exchanged = False
     for row_range, make in ranges:
         if totals and any(totals.get(load, 0) + nbytes > limit for load, nbytes in row_range.loads):

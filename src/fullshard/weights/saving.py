@@ -125,19 +125,18 @@ def save_weights(
     Every rank writes its own rows to their final place in the files. Replicated rows are divided among their ranks; the first
     rank writes tensors that are not sharded, since other ranks may have other values of them. Ranks that have only columns of a
     tensor first send them to each other, so that each writes complete rows. A rank uses at most `buffer_bytes` of memory in
-    addition to its shards. The new checkpoint is written to a temporary directory next to
-    `directory`, and the two are swapped atomically at the end: `directory` always contains either the complete old checkpoint
-    or the complete new one.
+    addition to its shards; more for a single row of over a quarter of that, and with `background` also a copy of its rows. The
+    new checkpoint is written to a temporary directory next to `directory`, and the two are swapped atomically at the end:
+    `directory` always contains either the complete old checkpoint or the complete new one.
 
     Args:
         model: sharded or not.
         directory: on a file system that all ranks share. Other files in it are kept, including files that are created during
             the save. A second save to it at the same time raises an error. A program that opens several files by path at the
-            end of a save may get files of both checkpoints; this cannot happen to `load_weights`, nor, with `step`, to a
-            program that opens the files in the directory of one step (resolve `latest` once). If the directory cannot be
-            swapped (a mount point, the current directory, one in a directory without write permission), files are moved into it
-            one by one, with a warning: the files of a sharded checkpoint get names that are unique to this save, and their
-            index is moved last.
+            end of a save may get files of both checkpoints. `load_weights` does not; and with `step`, no program does that
+            resolves `latest` once and opens the files of that step. If the directory cannot be swapped (it is a mount point or
+            the current directory, or its parent is not writable), a warning is issued, and files are moved into it one by one.
+            If there are several weights files, they get names that are unique to this save, and their index is moved last.
         max_shard_bytes: maximum bytes of the tensors in one file. A larger tensor gets a file of its own.
         dtype: dtype of the floating-point tensors in the files. None keeps the dtype of the shards.
         key_map: maps names of the model to names in the files, as in `load_weights`, but without `Convert`.
@@ -197,8 +196,8 @@ def save_weights(
     options = repr((buffer_bytes, weights is not None, each_rank is not None, background)).encode()
     if not group.all_equal(_fingerprint(layout, outputs) + options):
         raise ValueError(
-            "key_map, dtype or max_shard_bytes differ between ranks, or buffer_bytes, weights, each_rank or background. Pass "
-            "the same on all ranks."
+            "One of key_map, dtype, max_shard_bytes, filename, buffer_bytes, weights, each_rank and background differs between "
+            "ranks. Pass the same on all ranks."
         )
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
@@ -273,9 +272,9 @@ def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 class _Save:
     """Collects, exchanges and writes the rows of one save.
 
-    Rows that this rank has completely use two halves of the buffer (`buffer_bytes`): one half is written to the files while the
-    other is filled. Rows that are divided between ranks are exchanged in rounds. A round uses four quarters: for rows that are
-    filled, rows that are written, rows to send, and rows to receive.
+    For complete rows of this rank, the buffer (`buffer_bytes`) has two halves: one is written to the files while the other is
+    filled. Rows that are divided between ranks are exchanged in rounds. For these it has four quarters: rows that are being
+    filled, rows that are being written, rows to send, and rows to receive.
     """
 
     def __init__(

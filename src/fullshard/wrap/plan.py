@@ -27,8 +27,8 @@ def has_forward(module: nn.Module) -> bool:
 class ModelSummary:
     """The names and sizes of a model that planning needs.
 
-    Modules are identified by their first qualified name; "" is the model itself. All dicts are in post-order. Several modules
-    may register one parameter (ties), so parameters are referenced by index.
+    Modules are identified by their first qualified name; "" is the model itself. `kinds`, `children` and `own` are in
+    post-order. Several modules may register one parameter (ties), so parameters are referenced by index.
     """
 
     kinds: dict[str, str]  # module -> name of its class
@@ -333,7 +333,8 @@ class Plan:
     ) -> PlannedMessages:
         """Return the collectives of each unit, how often they run in a step, and their memory.
 
-        For parameters sharded along dim 0, on nccl or another backend whose collectives run in order (gloo does not slice).
+        The result holds for parameters sharded along dim 0, and for backends that run collectives in order, such as nccl. On
+        gloo, gradients are not reduced in slices, so the reductions are others.
 
         Args:
             ranks: number of ranks that parameters are sharded over, at least 1.
@@ -343,7 +344,8 @@ class Plan:
             states: the level of ZeRO, as in `fully_shard`; options of single units override it.
 
         Returns:
-            Pairs of a unit's name and its `UnitMessages`; prints as a table whose last line shows the thresholds.
+            Pairs of a unit's name and its `UnitMessages`; prints as a table, whose last line shows from which size on a
+            parameter is direct.
 
         Raises:
             ValueError: if `ranks` is not a positive int, or the `reshard_after_forward` of a unit does not divide it, or
@@ -406,7 +408,7 @@ class Plan:
     # --- the units of each parameter ---
 
     def _owners(self, units: Sequence[PlannedUnit]) -> dict[int, list[PlannedUnit]]:
-        """Return the units that reach each parameter, by its index, without units inside another such unit.
+        """Return, by index of the parameter, the units that reach it. Of nested ones, only the outermost is in the list.
 
         More than one unit remains if a parameter is tied between units that are not nested.
         """
