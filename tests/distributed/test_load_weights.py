@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from math import prod
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 import fullshard
 from fullshard import _torch, counting
+from fullshard.core.unit import Unit
 from fullshard.weights.loading import load_weights
 from fullshard.weights.rules import Convert, Merge, Rename, Transpose
 from fullshard.weights.targets import tensors_of
@@ -165,6 +167,25 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(world: Worl
         found = load_weights(model, folder, strict=False)
         assert found.missing == (("mean",) if kind == "missing" else ())
         assert found.unexpected == (("blocks.0.wieght",) if kind == "unexpected" else ())
+
+
+@ranks(2)
+def test_memory_that_one_rank_does_not_get_ends_the_load_on_all_ranks(world: World) -> None:
+    folder = written(world, "memory", saved())
+    with torch.device("meta"):
+        model = Net()
+    fullshard.fully_shard(model.blocks[0], mesh=world.mesh)
+    fullshard.fully_shard(model, mesh=world.mesh)
+    allocate = mock.patch.object(Unit, "allocate", side_effect=RuntimeError("no memory is left"))
+    with allocate if world.rank else nullcontext(), pytest.raises(Exception, match="no memory is left"):
+        load_weights(model, folder)
+    told = "failed and left half written|are still on the meta device"
+    with pytest.raises(Exception, match=told):
+        model(torch.zeros(2, 3).long())
+    state = saved()
+    load_weights(model, folder)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), state[name].to(parameter.dtype)), name
 
 
 @pytest.mark.proves("4b")

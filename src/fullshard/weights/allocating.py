@@ -12,16 +12,32 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.core import UninitializedTensors, Unit, logical_parameters, mark_unwritten, own_modules, tensors_on_meta
 from fullshard.policies import CPUOffloadPolicy
-from fullshard.weights.targets import ModelTensors
 
 
 class AllocatedTensors:
-    """The tensors that were on meta before `allocate`: those of each unit, and tensors outside all units."""
+    """The tensors that are on meta when this is made: those of each unit, and tensors outside all units."""
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
         self._by_unit = [(unit, tensors_on_meta(unit)) for unit in units]
         of_units = {id(module) for unit in units for module in _modules_of(unit)}
         self._others = UninitializedTensors([], list(_unmanaged_on_meta(model, of_units)))
+
+    def allocate(self, model: nn.Module) -> None:
+        """Allocate memory for them: shards on the device of their unit, other tensors on the device of the mesh."""
+        device = self._by_unit[0][0].axis.device if self._by_unit else torch.device("cpu")
+        for unit, _ in self._by_unit:
+            offloaded = isinstance(unit.options.offload, CPUOffloadPolicy)
+            unit.allocate(torch.device("cpu") if offloaded else unit.axis.device)
+        # By id of the meta tensor, so that tied tensors stay tied. The value keeps the meta tensor alive: its id is not reused.
+        memory_of: dict[int, tuple[Tensor, Tensor]] = {}
+        for module in model.modules():
+            slots: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
+            for registry in slots:
+                on_meta = {name: one for name, one in registry.items() if one is not None and one.device.type == "meta"}
+                for name, tensor in on_meta.items():
+                    if id(tensor) not in memory_of:
+                        memory_of[id(tensor)] = tensor, _allocate_like(tensor, device)
+                    registry[name] = memory_of[id(tensor)][1]
 
     def mark_remaining(self, written: Container[int]) -> None:
         """Mark the tensors that were not written, so that a forward raises instead of using memory without values.
@@ -57,26 +73,6 @@ class AllocatedTensors:
         buffers = _buffers(module for module in model.modules() if id(module) not in of_units)
         others = dict.fromkeys([*plain, *buffers, *self._others.buffers])
         _mark_unmanaged(UninitializedTensors([], list(others)).without(intact), _PARTLY_WRITTEN)
-
-
-def allocate(model: nn.Module, tensors: ModelTensors) -> AllocatedTensors:
-    """Allocate memory for all tensors on meta: shards on the device of their unit, other tensors on the device of the mesh."""
-    fresh = AllocatedTensors(model, tensors.units)
-    device = tensors.units[0].axis.device if tensors.units else torch.device("cpu")
-    for unit in tensors.units:
-        offloaded = isinstance(unit.options.offload, CPUOffloadPolicy)
-        unit.allocate(torch.device("cpu") if offloaded else unit.axis.device)
-    # By id of the meta tensor, so that tied tensors stay tied. The value keeps the meta tensor alive: its id is not reused.
-    memory_of: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in model.modules():
-        slots: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
-        for registry in slots:
-            on_meta = {name: one for name, one in registry.items() if one is not None and one.device.type == "meta"}
-            for name, tensor in on_meta.items():
-                if id(tensor) not in memory_of:
-                    memory_of[id(tensor)] = tensor, _allocate_like(tensor, device)
-                registry[name] = memory_of[id(tensor)][1]
-    return fresh
 
 
 def _allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -157,4 +153,4 @@ def _unmanaged_on_meta(model: nn.Module, of_units: Container[int]) -> Iterator[t
                 yield weakref.ref(module), name
 
 
-__all__ = ["AllocatedTensors", "allocate", "check_values", "has_marks", "unwritten_ids"]
+__all__ = ["AllocatedTensors", "check_values", "has_marks", "unwritten_ids"]

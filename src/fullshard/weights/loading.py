@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.core import Agreement
 from fullshard.errors import check_int
-from fullshard.weights.allocating import allocate, unwritten_ids
+from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
 from fullshard.weights.buffers import built_buffers, fill_buffers
@@ -170,23 +170,25 @@ def load_weights(
                 break
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         intact = set(match.missing) - set(unwritten)
-        fresh = allocate(model, tensors)
-        tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
-        local = {entry.target.name: entry.local for entry in tensors.entries}
-        loaded = {entry.target.name: (entry.parameter, entry.plain) for entry in tensors.entries}
-        on_progress = with_total(progress, plan.nbytes(group.index))
-        into = [local[entry.target.name] for entry, _ in match.found]
-        load = _Load(group, into, files, threads=threads, limit=limit, on_progress=on_progress)
+        fresh = AllocatedTensors(model, tensors.units)
         try:
-            with torch.no_grad():
-                load.run(plan)
-            group.run(files.check_unchanged)
+            group.run(partial(fresh.allocate, model))
+            tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
+            local = {entry.target.name: entry.local for entry in tensors.entries}
+            loaded = {entry.target.name: (entry.parameter, entry.plain) for entry in tensors.entries}
+            on_progress = with_total(progress, plan.nbytes(group.index))
+            into = [local[entry.target.name] for entry, _ in match.found]
+            load = _Load(group, into, files, threads=threads, limit=limit, on_progress=on_progress)
+            try:
+                with torch.no_grad():
+                    load.run(plan)
+                group.run(files.check_unchanged)
+            finally:
+                load.reader.close()
         except BaseException:
-            # Some shards have new values: no forward may use the mixture.
+            # Some shards may have new values, or memory without values: no forward may use the mixture.
             fresh.mark_all(model, _ids([one for one in tensors.entries if one.names[0] in intact]))
             raise
-        finally:
-            load.reader.close()
     for unit in tensors.units:
         unit.refresh()
         unit.log_write("load_weights()")
