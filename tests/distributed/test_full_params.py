@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -82,6 +83,60 @@ def test_full_parameters_on_one_rank_of_one_unit_in_another_dtype(world: World) 
             assert sharded.inp.weight.dtype == torch.float64
             assert torch.equal(sharded.inp.weight, model.inp.weight.double()), "the storage dtype's digits, not bfloat16's"
     assert_same_parameters(sharded, model)
+
+
+@ranks(2)
+def test_what_a_block_of_full_parameters_would_lose_is_an_error(world: World) -> None:
+    """An optimizer step inside was overwritten by the older values; tensors of other shapes were cut off, or written in part."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    square(sharded(world.mine(batch(0)))).backward()
+    with pytest.raises(StateError, match=r"units \[.*\] were written inside full_params\(\)"), fullshard.full_params(sharded):
+        optimizer.step()
+    square(model(batch(0))).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_same_parameters(sharded, model)
+    with pytest.raises(StateError, match="were written inside"), fullshard.full_params(sharded, grads=True):
+        optimizer.zero_grad()
+    square(sharded(world.mine(batch(0)))).backward()
+    with pytest.raises(StateError, match="were written inside"), fullshard.full_params(sharded, grads=True):
+        fullshard.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
+    with fullshard.full_params(sharded, write=False):
+        optimizer.step()
+    before = [full(p) for p in sharded.parameters()]
+    name, weight = next(iter(sharded.named_parameters()))
+    rows, *columns = weight.shape
+    for shape in ((rows + 1, *columns), (rows - 1, *columns), (rows, *columns, 1)):
+        with pytest.raises(StateError, match=f"Expected parameter '.*{name.rpartition('.')[2]}' to have its shape"):
+            with fullshard.full_params(sharded):
+                dict(sharded.named_parameters())[name].data = torch.ones(shape)
+        assert all(torch.equal(full(p), one) for p, one in zip(sharded.parameters(), before))
+
+
+@ranks(2)
+def test_attributes_loads_and_errors_inside_of_full_parameters(world: World) -> None:
+    """Attributes of parameters vanished in both directions; an exception on one rank left rows of different writes."""
+    model = Stack()
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
+    sharded.inp.weight.before, sharded.inp.bias.gone = 1, 2
+    with fullshard.full_params(sharded):
+        assert sharded.inp.weight.before == 1
+        sharded.inp.weight.inside = 3
+        del sharded.inp.bias.gone
+    assert (sharded.inp.weight.before, sharded.inp.weight.inside) == (1, 3) and not hasattr(sharded.inp.bias, "gone")
+    other = Stack()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    with fullshard.full_params(sharded):
+        sharded.load_state_dict(other.state_dict())
+    assert_same_parameters(sharded, other)
+    with pytest.raises(KeyError) if world.rank == 0 else nullcontext(), fullshard.full_params(sharded), torch.no_grad():
+        sharded.inp.bias.fill_(5.0)
+        if world.rank == 0:
+            raise KeyError
+    assert bool((full(sharded.inp.bias) == 5.0).all())
 
 
 @ranks(2)

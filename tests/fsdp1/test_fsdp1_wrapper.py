@@ -447,7 +447,7 @@ def test_states_of_other_parameters_are_refused_by_name(world: World) -> None:
     strange = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     assert_expected_inline(
         refusal(lambda: FSDP.optim_state_dict(sharded, strange)),
-        """The optimizer has a parameter of shape (2, 2) that is not in FullyShardedDataParallel. Pass the model that the optimizer was built for, outside of forward and backward.""",
+        """The optimizer has a parameter of shape (2, 2) that is not in FullyShardedDataParallel. Pass the model that the optimizer was built for, outside of forward, backward and summon_full_params().""",
     )
 
 
@@ -1092,6 +1092,71 @@ def test_every_block_on_meta_draws_numbers_of_its_own(world: World) -> None:
         assert torch.equal(mine, weights[0])
 
 
+@ranks(2)
+def test_sharded_and_local_states_are_copies_and_go_through_torchs_checkpoints(world: World) -> None:
+    """States under LOCAL_STATE_DICT were plain rows, which torch.distributed.checkpoint takes for replicas; sharded ones followed
+    the training."""
+    sharded = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+
+    def step() -> None:
+        square(sharded(world.mine(batch(0)))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    for kind in (StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        with FSDP.state_dict_type(sharded, kind):
+            saved = FSDP.optim_state_dict(sharded, optimizer)
+            weights = sharded.state_dict()
+            before = {name: full(values["exp_avg"]) for name, values in saved["state"].items()}
+            values = {name: full(value) for name, value in weights.items()}
+            path = world.folder(kind.name)
+            dcp.save({"optimizer": saved}, checkpoint_id=path)
+            step()
+            assert all(torch.equal(full(saved["state"][name]["exp_avg"]), one) for name, one in before.items())
+            if kind is StateDictType.SHARDED_STATE_DICT:
+                assert all(torch.equal(full(weights[name]), value) for name, value in values.items())
+            loaded = {"optimizer": FSDP.optim_state_dict(sharded, optimizer)}
+            dcp.load(loaded, checkpoint_id=path)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(sharded, optimizer, loaded["optimizer"]))
+            back = FSDP.full_optim_state_dict(sharded, optimizer, rank0_only=False)
+        for name, one in before.items():
+            assert torch.equal(back["state"][name]["exp_avg"].to(one.device), one), (kind, name)
+
+
+@ranks(2)
+def test_what_fsdp1_forwards_or_leaves_alone(world: World) -> None:
+    """Attributes of the user's module were hidden; batch norms ran in bf16 with `buffer_dtype` alone; ignored ones were reset."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit, self.sharded = nn.Linear(3, 3), 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.unit(x)
+
+    model = FSDP(Named())
+    assert isinstance(model.unit, nn.Linear) and model.sharded == 3
+    norms = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    for mixed in (MixedPrecision(buffer_dtype=torch.bfloat16), MixedPrecision(reduce_dtype=torch.bfloat16)):
+        wrapper = FSDP(copy.deepcopy(norms), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=mixed)
+        wrapper(torch.randn(3, 4)).sum().backward()
+        assert isinstance(wrapper.module[1], FSDP) and wrapper.module[1].running_mean.dtype == torch.float32
+    with torch.device("meta"):
+        ignored = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    seen: list[nn.Module] = []
+
+    def initialize(module: nn.Module) -> None:
+        seen.append(module)
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()
+
+    FSDP(ignored, ignored_modules=[ignored[1]], param_init_fn=initialize)
+    assert seen == [ignored[0]] and ignored[1].running_mean.is_meta
+
+
 # --- every rank's optimizer -----------------------------------------------------------------------------------------------
 
 
@@ -1119,7 +1184,7 @@ def test_parameters_listed_in_another_order_on_one_rank_are_saved_and_loaded_by_
         saved = FSDP.optim_state_dict(sharded, optimizer)
     assert list(saved["state"]) == [name for name, _ in model.named_parameters()]
     everywhere = FSDP.full_optim_state_dict(sharded, optimizer, rank0_only=False)
-    for states in (saved, everywhere) if kind is not StateDictType.LOCAL_STATE_DICT else (everywhere,):
+    for states in (saved, everywhere):
         for name, parameter in model.named_parameters():
             assert_near(full(states["state"][name]["exp_avg"]), plain.state[parameter]["exp_avg"], name)
     listed = list(sharded.parameters())
@@ -1690,7 +1755,7 @@ def test_a_copy_prefetches_as_the_wrapper_does(world: World) -> None:
     policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block))
     sharded = FSDP(Stack(), auto_wrap_policy=policy, backward_prefetch=None)
     for model in (sharded, copy.deepcopy(sharded)):
-        assert all(wrapper.unit.record.next_backward == () for wrapper in FSDP.fsdp_modules(model))
+        assert all(wrapper._own_unit.record.next_backward == () for wrapper in FSDP.fsdp_modules(model))
 
 
 @ranks(2)

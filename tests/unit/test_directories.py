@@ -90,6 +90,19 @@ def test_files_that_others_make_during_a_save_are_kept(tmp_path: Path) -> None:
     assert not staging_path(folder).exists()
 
 
+def test_files_of_others_are_not_synced(tmp_path: Path) -> None:
+    """A save took seconds for each thousand of them, in which a busy program made more: it never ended."""
+    folder, real, synced = tmp_path / "run", commit.sync, list[str]()
+    save_weights(uniform(0.0), folder)
+    (folder / "logs").mkdir()
+    for number in range(20):
+        (folder / ("logs" if number % 2 else ".") / f"event.{number}").write_text("")
+    with mock.patch.object(commit, "sync", lambda path: (synced.append(path.name), real(path))):
+        save_weights(uniform(1.0), folder, extra={"config.json": "{}"})
+    assert {"config.json", "logs"} <= set(synced) and not any(name.startswith("event") for name in synced)
+    assert len(list(folder.rglob("event.*"))) == 20
+
+
 @pytest.mark.parametrize("when", ["before the exchange", "behind it"])
 def test_a_file_that_was_not_seen_is_moved_over(tmp_path: Path, when: str) -> None:
     folder = tmp_path / "run"

@@ -204,11 +204,12 @@ class StateHooks:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="load_state_dict()")
+        plain = self._unit.exposure.plain  # inside full_params(), full tensors are copied into the plain Parameters
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
             for installation in parameter.slots:
-                if installation.parameters is held:
+                if installation.parameters is held and not (plain and installation.content is not parameter.sharded):
                     key = prefix + installation.name
                     value = state_dict.get(key)
                     self._loads = self._loads or value is not None
@@ -220,7 +221,7 @@ class StateHooks:
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
-        if self._unit is not None:
+        if self._unit is not None and not self._unit.exposure.plain:
             recovered(self._unit).refresh()
             if self._loads:
                 self._loads = False

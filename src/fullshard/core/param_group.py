@@ -195,9 +195,9 @@ class ParamGroup:
     @property
     def stale(self) -> bool:
         """True if a shard was written after the last all-gather."""
-        return self._buffer is not None and self._buffer.versions != self._versions()
+        return self._buffer is not None and self._buffer.versions != self.shard_versions()
 
-    def _versions(self) -> list[int]:
+    def shard_versions(self) -> list[int]:
         """Return a number per parameter that increases with every write to its shard that can be seen."""
         # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and fused
         # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
@@ -298,7 +298,7 @@ class ParamGroup:
             with torch.inference_mode(False), torch.no_grad():
                 buffer = self._buffer = self._make_unsharded()
             buffer.keep = self._keeps_memory
-        versions = self._versions()
+        versions = self.shard_versions()
         # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
         # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
         if buffer.versions and versions != buffer.versions:
@@ -315,7 +315,7 @@ class ParamGroup:
         self._check_device()
         # After a failed step, some ranks may have written their shards and others not. All of them begin a new epoch of the
         # log together, and gather anew.
-        versions = [self.fingerprints.log.epoch, *self._versions()]
+        versions = [self.fingerprints.log.epoch, *self.shard_versions()]
         inner = self._inner_shard
         if inner is None:
             with torch.inference_mode(False), torch.no_grad():

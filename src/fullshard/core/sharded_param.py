@@ -212,7 +212,7 @@ class ShardedParameter:
     @property
     def user_attributes(self) -> dict[str, Any]:
         """The attributes of the sharded parameter that the user set, without those of fullshard."""
-        return {key: value for key, value in self.sharded.__dict__.items() if not key.startswith("_fullshard")}
+        return _user_attributes(self.sharded)
 
     # --- the sharded parameter ---
 
@@ -351,18 +351,22 @@ class ShardedParameter:
                 self.slots[-1].put(self.sharded)
 
     def install_plain(self, plain: nn.Parameter) -> None:
-        """Register `plain`, an ordinary Parameter, in all slots until `restore`."""
+        """Register `plain`, an ordinary Parameter, in all slots until `restore`. It gets the attributes of the sharded one."""
+        plain.__dict__.update(self.user_attributes)
         set_replacement(plain, self.sharded)
         self.put(plain)
 
     def restore(self, plain: nn.Parameter) -> bool:
-        """Register the sharded parameter again after `install_plain`.
+        """Register the sharded parameter again after `install_plain`, with the attributes that the plain one has now.
 
         Returns:
             False if another Parameter was assigned to a slot in the meantime. It stays, and the next all-gather takes over its
             values.
         """
         self.sharded.requires_grad_(plain.requires_grad)
+        for key in self.user_attributes:
+            del self.sharded.__dict__[key]
+        self.sharded.__dict__.update(_user_attributes(plain))
         found = True
         for slot in self.slots:
             if slot.content is plain:
@@ -384,3 +388,8 @@ class ShardedParameter:
                     self.sharded.requires_grad_(current.requires_grad)
                     set_replacement(current, self.sharded)
                 slot.put(self.sharded)
+
+
+def _user_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that the user set on a parameter, without those of fullshard."""
+    return {key: value for key, value in parameter.__dict__.items() if not key.startswith("_fullshard")}

@@ -363,7 +363,8 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
     if any(parameter is not None for parameter in known):
         _collect_again(managed, given)
     shared = _shared_buffers(managed)
-    waiting = [module for module in managed.modules if _on_meta(module, given)]
+    skipped = set(map(id, given.ignored_modules))
+    waiting = [module for module in managed.modules if id(module) not in skipped and _on_meta(module, given)]
     device = _torch.device_of(mesh.device_type)
     ranks = _agreement(managed, mesh, device)
     on_meta = torch.tensor([[bool(waiting)]], dtype=torch.uint8, device="cpu")

@@ -31,31 +31,30 @@ class StateDictFormat:
     kind: StateDictType
     to_cpu: bool = False  # copy the values to host memory
     rank0_only: bool = False  # only the first rank keeps values; for full tensors only
+    rows: bool = False  # this rank's rows of DTensors, as plain tensors that share memory with the model
 
     def keeps(self, *, first: bool) -> bool:
         """Return True if a rank keeps values. `first`: True if it is the first rank."""
         return first or not (self.kind is FULL and self.rank0_only)
 
     def convert(self, value: Any, *, keep: bool = True) -> Any:
-        """Convert `value` to this format.
+        """Convert `value` to this format. DTensors and full tensors are copied: training continues to write to their memory.
 
         The conversion of a DTensor to a full tensor is collective, also for ranks that do not keep the result.
         """
         if not isinstance(value, Tensor):
             return value
-        if self.kind is FULL:  # always a copy: training continues to write to the original memory
+        if self.kind is FULL:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             if not keep:
                 return None
             return whole.detach().to("cpu" if self.to_cpu else whole.device, copy=True)
-        if isinstance(value, DTensor) and self.kind is LOCAL:
-            value = _torch.local_tensor(value)
-        if not self.to_cpu:
-            return value
-        if isinstance(value, DTensor):
-            local = _torch.local_tensor(value)
-            return value if local.device.type == "cpu" else _torch.dtensor(local.cpu(), _torch.spec_of(value))
-        return value.cpu()
+        if isinstance(value, DTensor) and not self.rows:
+            local = _torch.local_tensor(value).detach()
+            copied = local.to("cpu" if self.to_cpu else local.device, copy=True)
+            return _torch.dtensor(copied, _torch.spec_of(value))
+        value = _torch.local_part(value)
+        return value.cpu() if self.to_cpu else value
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def names_in_groups(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> lis
         if id(parameter) not in known:
             raise ValueError(
                 f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not in {type(model).__name__}. Pass "
-                "the model that the optimizer was built for, outside of forward and backward."
+                "the model that the optimizer was built for, outside of forward, backward and summon_full_params()."
             )
     return [[known[id(parameter)] for parameter in group] for group in groups]
 

@@ -249,7 +249,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _set_up_unit(self) -> None:
         """Restore the class of the wrapped module, apply `backward_prefetch`, and register the state dict hooks."""
-        unit = self.unit
+        unit = self._own_unit
         if unit is not None:
             # fully_shard() changes the class of a module. FSDP1 does not: there only the wrapper has the interface.
             for sharded in unit.modules:
@@ -315,7 +315,7 @@ class FullyShardedDataParallel(nn.Module):
         return _torch.children_of(inner).get(_OTHER_WRAPPERS[0]) or inner
 
     @property
-    def sharded(self) -> nn.Module:
+    def _sharded_module(self) -> nn.Module:
         """The module that was wrapped and is a unit, also if activation checkpointing or torch.compile wrapped it later.
 
         Raises:
@@ -333,9 +333,9 @@ class FullyShardedDataParallel(nn.Module):
         return inner
 
     @property
-    def unit(self) -> Unit | None:
+    def _own_unit(self) -> Unit | None:
         """The unit of the wrapped module; None for a list or dict of modules, which has no forward and no parameters."""
-        return unit_of(self.sharded)
+        return unit_of(self._sharded_module)
 
     def __getattr__(self, name: str) -> Any:
         """Look up a missing attribute in the wrapped module, then among the methods of `FSDPModule`."""
@@ -349,7 +349,7 @@ class FullyShardedDataParallel(nn.Module):
         except AttributeError:
             if name not in _UNIT_METHODS:
                 raise
-        return MethodType(_UNIT_METHODS[name], self.sharded)
+        return MethodType(_UNIT_METHODS[name], self._sharded_module)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -464,7 +464,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply `to()`, `half()` and the like to the shards."""
-        unit = self.unit
+        unit = self._own_unit
         with nullcontext() if unit is None else refreshing_shards(self, unit, fn):
             return super()._apply(fn, recurse)
 
@@ -489,7 +489,7 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             One line of text.
         """
-        unit = self.unit
+        unit = self._own_unit
         return f"{self._strategy.name}, " + ("a list of modules" if unit is None else unit_summary(unit))
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -574,7 +574,7 @@ class FullyShardedDataParallel(nn.Module):
         for below in self.fsdp_modules(self) if self._is_root else ():
             if below is not self and below._full_precision_in_eval:
                 below._update_precision()
-        full_precision, unit = not self._fsdp_wrapped_module.training, self.unit
+        full_precision, unit = not self._fsdp_wrapped_module.training, self._own_unit
         if full_precision is self._in_full_precision:
             return
         mixed = MixedPrecision() if full_precision else self._mixed_precision
@@ -646,7 +646,7 @@ class FullyShardedDataParallel(nn.Module):
         self._require_root("register_comm_hook()")
         if not callable(hook):
             raise ValueError(f"register_comm_hook() expected a callable, got {type(hook).__name__}.")
-        wrappers = [(wrapper, unit) for wrapper in self.fsdp_modules(self) if (unit := wrapper.unit) is not None]
+        wrappers = [(wrapper, unit) for wrapper in self.fsdp_modules(self) if (unit := wrapper._own_unit) is not None]
         for wrapper, unit in wrappers:
             if wrapper._strategy in HYBRID:
                 raise ValueError(
@@ -688,20 +688,21 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             module: a wrapper, or a module that contains wrappers.
             recurse: whether to unshard the wrappers inside as well.
-            writeback: whether to write changed values back to the shards at the end; all ranks must write equal values.
+            writeback: whether to write changed values back to the shards at the end, also if the block raises; all ranks must
+                write equal values.
             rank0_only: install unsharded parameters on the first rank only. Needs `writeback=False`.
             offload_to_cpu: whether to put the unsharded parameters in host memory.
             with_grads: whether to set their `.grad` to the unsharded, averaged gradients.
 
         Raises:
             ValueError: for `rank0_only` with `writeback`.
-            StateError: inside a forward or backward, or if another Parameter was assigned inside a block with `writeback`.
+            StateError: inside a forward or backward; and with `writeback` as `fullshard.full_params`.
 
         Example:
             >>> with FSDP.summon_full_params(model, writeback=False):                             # doctest: +SKIP
             ...     norms = [p.norm() for p in model.parameters()]
         """
-        inside: nn.Module = module.sharded if isinstance(module, FullyShardedDataParallel) else module
+        inside: nn.Module = module._sharded_module if isinstance(module, FullyShardedDataParallel) else module
         if not recurse and unit_of(inside) is None:
             yield
             return
@@ -1025,7 +1026,7 @@ def _add_full_precision_units(plan: Plan, module: nn.Module, given: FSDP1Argumen
     """Add modules that mixed precision leaves out (batch norms) to the plan as separate units, and return their names."""
     mixed = given.mixed_precision
     kept: list[str] = []
-    if mixed is not None and mixed.param_dtype is not None:
+    if mixed is not None:
         classes = _torch.left_out_of(mixed)
         left_out = {id(inner) for inner in given.ignored_modules}
         planned = {name for unit in plan.units for name in unit.modules}
@@ -1090,8 +1091,8 @@ def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
 def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
     copied = class_swap.from_snapshot(parts, sharded_class, UnitView)
     for wrapper in FullyShardedDataParallel.fsdp_modules(copied):
-        if wrapper.unit is not None:
-            wrapper._apply_prefetch(wrapper.unit)
+        if wrapper._own_unit is not None:
+            wrapper._apply_prefetch(wrapper._own_unit)
     return copied
 
 
@@ -1157,7 +1158,8 @@ def _state_dict_settings(
 
 def _model_format(settings: StateDictSettings) -> StateDictFormat:
     config: Any = settings.state_dict_config
-    return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
+    kind = settings.state_dict_type
+    return StateDictFormat(kind, config.offload_to_cpu, getattr(config, "rank0_only", False), rows=kind is state_dicts.LOCAL)
 
 
 def _optimizer_format(settings: StateDictSettings) -> StateDictFormat:
@@ -1171,7 +1173,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
     Wrappers below have converted their own entries already: a DTensor can still be converted, a full tensor stays full.
     """
     state_format = _model_format(module._state_dict_settings)
-    unit: Unit | None = module.unit
+    unit: Unit | None = module._own_unit
     if unit is not None and unit.exposure.plain and state_format.kind is not state_dicts.FULL:
         raise StateError(
             f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
@@ -1191,7 +1193,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
 
 def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the wrapper's prefix to the names, and convert ShardedTensors and this rank's rows to DTensors."""
-    unit: Unit | None = module.unit
+    unit: Unit | None = module._own_unit
     rows = module._state_dict_settings.state_dict_type is state_dicts.LOCAL
     inner: nn.Module = module._fsdp_wrapped_module
     parameters = dict(inner.named_parameters(remove_duplicate=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard import _torch
 from fullshard.core import BackwardHook, ParamGroup, ShardedParameter, Unit, all_gather_full, units_of, write_unsharded
 from fullshard.errors import StateError
 
@@ -32,7 +34,8 @@ def full_params(
     Args:
         module: a sharded module, or a module that contains sharded modules.
         write: True copies the values of the parameters (with `grads` also of their gradients) back into the shards at the end
-            of the block. All ranks must write equal values: each rank keeps its rows of its own values.
+            of the block, also if the block raises. All ranks must write equal values: each rank keeps its rows of its own
+            values.
         recurse: True unshards all units at and below `module`. False unshards only the unit of `module`, which must be sharded.
         rank0_only: True gives unsharded parameters to rank 0 of each mesh only; the other ranks keep their shards. It requires
             `write=False`.
@@ -46,7 +49,9 @@ def full_params(
 
     Raises:
         ValueError: for `rank0_only` with `write`.
-        StateError: inside a forward or backward, or if another Parameter was assigned to a module in a block with `write`.
+        StateError: inside a forward or backward; and at the end of a block with `write`, before anything is written, if another
+            Parameter was assigned to a module, a parameter has another shape, or the shards were written meanwhile, as by an
+            optimizer step (with `grads`, also their gradients, as by clipping). If the block raises, this is a warning.
 
     Example:
         >>> with full_params(model, write=False, rank0_only=True, device="cpu"):              # doctest: +SKIP
@@ -55,7 +60,10 @@ def full_params(
     Source: FSDP1's `summon_full_params`.
     """
     if rank0_only and write:
-        raise ValueError("full_params(rank0_only=True) cannot write parameters that only rank 0 has. Pass write=False as well.")
+        raise ValueError(
+            "full_params(rank0_only=True) cannot write parameters that only rank 0 has. Pass write=False as well "
+            "(summon_full_params: writeback=False)."
+        )
     units = units_of(module, recurse)
     for unit in units:
         unit.check_idle(doing="full_params()")
@@ -65,35 +73,84 @@ def full_params(
     # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
     for unit in units[:1]:
         unit.barrier(doing="full_params()")
-    installed: list[tuple[ShardedParameter, nn.Parameter]] = []
-    assigned: list[str] = []
+    installed: list[_Installed] = []
+    before = [_shard_state(unit, grads=grads) for unit in units]
+    has_begun, raised = False, False
     for unit in units:
         unit.exposure.plain = True
     try:
         with torch.no_grad():
             for unit in units:
                 _install_full(unit, installed, rank0_only=rank0_only, grads=grads, dtype=dtype, device=device)
+        has_begun = True
         yield module
+    except BaseException:
+        raised = True
+        raise
     finally:
         for unit in units:
             unit.exposure.plain = False
         with torch.no_grad():
             # `restore` returns False if the caller assigned another Parameter inside the block.
-            assigned = [parameter.name for parameter, plain in installed if not parameter.restore(plain)]
-    if write and assigned:
-        raise StateError(
+            assigned = [one.parameter.name for one in installed if not one.parameter.restore(one.plain)]
+            if write and has_begun:
+                after = [_shard_state(unit, grads=grads) for unit in units]
+                wrong = _why_not_written(assigned, installed, units, [one != other for one, other in zip(before, after)])
+                if wrong is None:
+                    for one in installed:
+                        write_unsharded(one.parameter, one.plain, grad=grads)
+                elif raised:
+                    warnings.warn(wrong, stacklevel=3)
+                else:
+                    raise StateError(wrong)
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """A plain Parameter in the place of a sharded one, and its shape at first."""
+
+    parameter: ShardedParameter
+    plain: nn.Parameter
+    shape: torch.Size
+
+
+def _shard_state(unit: Unit, *, grads: bool) -> list[object]:
+    """Return a value that changes with each write to the shards of a unit; with `grads`, to their gradients as well."""
+    found: list[object] = [group.shard_versions() for group in unit.groups]
+    if grads:
+        local = [None if p.sharded.grad is None else _torch.local_part(p.sharded.grad) for p in unit.parameters]
+        found += [None if one is None else (one.data_ptr(), one._version) for one in local]
+    return found
+
+
+def _why_not_written(
+    assigned: list[str], installed: Sequence[_Installed], units: Sequence[Unit], changed: Sequence[bool]
+) -> str | None:
+    """Return why the values of a block cannot be written back; None if they can."""
+    if assigned:
+        return (
             f"Another Parameter was assigned to {assigned} inside full_params(). Write to the existing ones (`p.copy_(...)`), "
             "or assign outside of the block. Nothing was written."
         )
-    if write:
-        with torch.no_grad():
-            for parameter, plain in installed:
-                write_unsharded(parameter, plain, grad=grads)
+    for one in installed:
+        if one.plain.shape != one.shape:
+            return (
+                f"Expected parameter '{one.parameter.name}' to have its shape {tuple(one.shape)} at the end of full_params(), "
+                f"got {tuple(one.plain.shape)}. Nothing was written."
+            )
+    names = [unit.name for unit, is_changed in zip(units, changed) if is_changed]
+    if names:
+        return (
+            f"Shards or gradients of units {names[:4]} were written inside full_params(), as by an optimizer step or by "
+            "clipping, and the end of the block would overwrite them. Do that outside of the block, or pass write=False. What "
+            "the block wrote to the full parameters is dropped."
+        )
+    return None
 
 
 def _install_full(
     unit: Unit,
-    installed: list[tuple[ShardedParameter, nn.Parameter]],
+    installed: list[_Installed],
     *,
     rank0_only: bool,
     grads: bool,
@@ -102,8 +159,8 @@ def _install_full(
 ) -> None:
     """All-gather the parameters of a unit one by one, and register plain, unsharded ones.
 
-    Each pair (sharded, plain) is appended to `installed` before the next all-gather, so that after an error the caller can
-    restore the sharded parameters.
+    Each one is appended to `installed` before the next all-gather, so that after an error the caller can restore the sharded
+    parameters.
     """
     agreement = unit.agreement("full_params()")
     for parameter in unit.parameters:
@@ -116,7 +173,7 @@ def _install_full(
         plain = nn.Parameter(whole.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
         if grad is not None:
             plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
-        installed.append((parameter, plain))
+        installed.append(_Installed(parameter, plain, plain.shape))
         parameter.install_plain(plain)
 
 

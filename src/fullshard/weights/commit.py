@@ -236,7 +236,8 @@ class Replacement:
             self._write_owner(facts)
             os.fsync(self._owner)
             self._link_other_files()
-            self._sync_all(self.path.rglob("*"))
+            # Files of the old directory are left to the programs that wrote them: here they are links to the same data.
+            self._sync_all(entry for entry in self.path.rglob("*") if self._is_new(entry, ours))
             old = self._move_in() if self._keeps_directory else self._replace()
         except OSError as failure:
             self._keep_finished(failure, ours)
@@ -245,6 +246,13 @@ class Replacement:
             sync(self.directory if self._keeps_directory else self.directory.parent)
         finally:  # the new content is in place, even if this sync fails
             self._remove_old(old, ours)
+
+    def _is_new(self, entry: Path, ours: Sequence[str]) -> bool:
+        """Return True for files of this save, for copies, and for all folders, since they have new entries."""
+        if entry.relative_to(self.path).parts[0] in ours:
+            return True
+        status = entry.lstat()
+        return stat.S_ISDIR(status.st_mode) or status.st_nlink == 1
 
     def _sync_all(self, entries: Iterable[Path]) -> None:
         """Sync these files and folders of the new content to disk."""
