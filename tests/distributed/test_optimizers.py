@@ -10,7 +10,8 @@ from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, batch, shard_stack, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # imported before fullshard replaces anything
 from torch.nn.utils import get_total_norm as early_get_total_norm
 
@@ -131,6 +132,96 @@ def test_torchs_own_clipping_takes_gradients_of_several_meshes(world: World) -> 
         torch.nn.utils.clip_grads_with_norm_(sharded.parameters(), 0.01, part)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, expected)
         assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_torchs_own_clipping_takes_the_maximum_norm_with_empty_shards(world: World) -> None:
+    """The rank without rows raised, and the other one waited."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    sharded = fullshard.fully_shard(copy.deepcopy(model), mesh=world.mesh)
+    x = torch.randn(4, 4)
+    sharded(x).square().mean().backward(), model(x).square().mean().backward()
+    found, expected = (early_clip_grad_norm_(m.parameters(), 0.01, float("inf")) for m in (sharded, model))
+    assert_near(found, expected, "norm")
+    assert_same_grads(sharded, model)
+
+
+class Parallel(nn.Module):
+    """A scalar, a norm that tensor parallelism leaves alone, and two linear layers that it shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(())), nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x))) * self.scale
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(4)
+def test_grad_scaler_skips_a_step_on_all_ranks_of_all_meshes(world: World, fused: bool) -> None:
+    """It looked over the mesh of the first gradient: some ranks stepped and the others did not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for infinite in (None, *range(4)):
+        model = Parallel()
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fullshard.fully_shard(model.norm, mesh=mesh["dp"])
+        fullshard.fully_shard(model, mesh=mesh["dp"])
+        plain = nn.Linear(2, 2)
+        plain.weight.grad = torch.ones(2, 2)
+        optimizer = torch.optim.AdamW([*model.parameters(), plain.weight], lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(square(model(torch.randn(2, 4)))).backward()
+        expected = [4 * torch.ones(()) for _ in model.parameters()]
+        before = [parameter.grad.full_tensor().clone() for parameter in model.parameters()]
+        if world.rank == infinite:
+            model.up.weight.grad.to_local().fill_(float("inf"))
+        weights = [parameter.full_tensor().clone() for parameter in model.parameters()]
+        if not fused:
+            scaler.unscale_(optimizer)
+            for parameter, grad, scale in zip(model.parameters(), before, expected):
+                if infinite is None:
+                    assert torch.equal(parameter.grad.full_tensor(), grad / scale)
+        scaler.step(optimizer)
+        scaler.update()
+        stepped = [not torch.equal(one, parameter.full_tensor()) for one, parameter in zip(weights, model.parameters())]
+        assert scaler.get_scale() == (4.0 if infinite is None else 2.0)
+        assert all(stepped) if infinite is None else not any(stepped)
+
+
+@ranks(2)
+def test_states_follow_a_parameter_through_undo_and_another_sharding(world: World) -> None:
+    """The first step raised and lost one state, so did each further attempt, and then momenta were zeros."""
+    model = Parallel()
+    sharded = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (sharded, model)]
+
+    def step() -> None:
+        for m, optimizer in zip((sharded, model), optimizers):
+            m(torch.arange(8.0).view(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, two in zip(sharded.parameters(), model.parameters()):
+            assert_near(one.full_tensor() if isinstance(one, DTensor) else one, two, "weight")
+
+    step()
+    fullshard.fully_shard(sharded, mesh=world.mesh)
+    step()
+    fullshard.undo(sharded)
+    fullshard.fully_shard(sharded, mesh=world.mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None)
+    step()
+    fullshard.undo(sharded)
+    step()
+    fullshard.fully_shard(sharded, mesh=world.mesh)
+    twice = torch.optim.SGD([{"params": [model.up.weight]}, {"params": [model.up.bias]}], lr=0.1)
+    weight = twice.param_groups[0]["params"][0]
+    fullshard.fully_shard(model, mesh=world.mesh)
+    twice.add_param_group({"params": [model.up.weight]})
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"shape \(8, 4\) is in two parameter groups of SGD"):
+        twice.step()
+    assert twice.param_groups[0]["params"][0] is weight
 
 
 @pytest.mark.proves("13a")

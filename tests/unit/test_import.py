@@ -19,6 +19,7 @@ def patched():
         "autograd": (torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward),
         "clipping": (inside(nn.utils.get_total_norm), inside(nn.utils.clip_grads_with_norm_)),
         "init": nn.init._no_grad_trunc_normal_,
+        "scaling": torch.amp.GradScaler._unscale_grads_,
         "registration": [len(v) for m in hooks for k, v in sorted(vars(m).items()) if k.startswith("_global") and hasattr(v, "__len__")],
         "flops": sorted(map(str, torch.utils.flop_counter.flop_registry)),
         "signals": [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
@@ -35,7 +36,7 @@ assert not changed, f"import changed {changed}"
 del before["exit"]  # modules of torch that the first use imports register handlers, too
 model = fullshard.fully_shard(nn.Linear(4, 4))
 changed = {key for key, value in patched().items() if value != before.get(key, value)}
-assert changed == {"autograd", "clipping", "init", "registration"}, changed
+assert changed == {"autograd", "clipping", "init", "registration", "scaling"}, changed
 other = fullshard.fully_shard(nn.Linear(4, 4))
 fullshard.undo(model)
 try:

@@ -180,6 +180,7 @@ from fullshard._torch.nn import (
 from fullshard._torch.optim import (
     adjusted_lr,
     extend_clipping,
+    extend_unscaling,
     have_listed_by,
     have_listed_by_itself,
     list_alike,
@@ -189,6 +190,7 @@ from fullshard._torch.optim import (
     register_first_step_post_hook,
     scalar_of,
     step_muon,
+    unscale_and_check,
 )
 from fullshard._torch.simulation import (
     copied,
@@ -271,6 +273,7 @@ __all__ = [
     "exchange",
     "extend_clipping",
     "extend_trunc_normal",
+    "extend_unscaling",
     "fake_ranks",
     "flash_attention",
     "flash_attention_on_cpu",
@@ -372,6 +375,7 @@ __all__ = [
     "turned_into_parameter",
     "uncounted",
     "unsafe_view",
+    "unscale_and_check",
     "view_base",
     "wait_for_event",
     "waited",

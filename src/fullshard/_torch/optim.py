@@ -17,6 +17,7 @@ from fullshard._torch.nn import Undo, remove_all
 __all__ = [
     "adjusted_lr",
     "extend_clipping",
+    "extend_unscaling",
     "have_listed_by",
     "have_listed_by_itself",
     "list_alike",
@@ -26,6 +27,7 @@ __all__ = [
     "register_first_step_post_hook",
     "scalar_of",
     "step_muon",
+    "unscale_and_check",
 ]
 
 
@@ -117,3 +119,30 @@ def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[
             cell.cell_contents = inner
 
     return undo
+
+
+def extend_unscaling(instead: Callable[..., Any]) -> Undo:
+    """Let `instead` find infinities in the gradients of an optimizer for torch.amp.GradScaler.
+
+    It gets torch's own method and its arguments, the scaler among them.
+    """
+    # Private: `_unscale_grads_`, which `unscale_` and `step` of the scaler call. If they stop doing so, `instead` never runs,
+    # and ranks decide by the mesh of the first gradient.
+    inner = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(inner)
+    def unscale(*args: Any, **kwargs: Any) -> Any:
+        return instead(inner, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+
+    def undo() -> None:
+        torch.amp.GradScaler._unscale_grads_ = inner  # type: ignore[method-assign]
+
+    return undo
+
+
+def unscale_and_check(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply tensors of one device and dtype by `inv_scale` in place, and set `found_inf` to 1 if one is not finite."""
+    # Private: the operator that GradScaler itself calls. There is no public one that also checks.
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)

@@ -124,6 +124,12 @@ class ParamSharding:
         parts = whole.chunk(self.axis.ranks, self.dim)  # subclasses of Tensor implement chunk, not narrow
         return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
 
+    def has_rows_of(self, value: DTensor) -> bool:
+        """Return True if this rank has its rows of a DTensor, so that `rows_of` takes it."""
+        parallel = self.tensor_parallel
+        known = [(self.mesh, self.placements), *([] if parallel is None else [(parallel.mesh, parallel.placements)])]
+        return (value.device_mesh, value.placements) in known
+
     def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
         """Return this rank's rows of `value`.
 

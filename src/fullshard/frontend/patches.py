@@ -8,13 +8,14 @@ from fullshard import _torch
 from fullshard.core import lint, sharded_tensor
 from fullshard.core.unit import Unit
 from fullshard.frontend import autograd
-from fullshard.optim import clipping, optimizer_hooks
+from fullshard.optim import clipping, optimizer_hooks, scaling
 
 _INSTALLERS = {
     "torch.nn.modules.module: hooks on registration": lint.install,
     "torch.autograd: a check before gradients of inputs": autograd.install,
     "torch.optim: hooks around steps": optimizer_hooks.install,
     "torch.nn.utils: clipping": clipping.install,
+    "torch.amp: GradScaler": scaling.install,
     "torch.nn.init: trunc_normal_": sharded_tensor.install,
 }
 """By the place in torch that each one changes. docs/architecture.md gives the reasons."""

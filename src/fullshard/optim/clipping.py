@@ -224,6 +224,21 @@ def _total_norm(parts: Sequence[tuple[NormGroups, Tensor]], power: float, units:
     return torch.stack(sums).max() if power == torch.inf else torch.stack(sums).sum().pow(1.0 / power)
 
 
+def _is_empty_somewhere(tensor: Tensor) -> bool:
+    """Return True if a rank has no element of `tensor`. The result is equal on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return False
+    lengths = list(tensor.shape)
+    for axis, placement in enumerate(tensor.placements):
+        if _torch.is_shard(placement):
+            dim, ranks = placement.dim, tensor.device_mesh.size(axis)  # type: ignore[attr-defined]
+            chunk = -(-lengths[dim] // ranks)
+            lengths[dim] -= (ranks - 1) * chunk  # of the last rank
+            if lengths[dim] <= 0:
+                return True
+    return 0 in lengths
+
+
 def _is_mixed(tensors: Sequence[Tensor]) -> bool:
     """Return True for DTensors of several meshes, or DTensors beside plain tensors. torch's operations refuse both."""
     meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
@@ -240,7 +255,8 @@ def _torch_total_norm(
     """Extend torch.nn.utils.get_total_norm to DTensors of several meshes, and to DTensors with plain tensors."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     power = float(norm_type)
-    if not _is_mixed(listed):
+    # torch has no maximum norm of an empty tensor: a rank without rows would raise, and the others wait for it.
+    if not (_is_mixed(listed) or (power == torch.inf and any(map(_is_empty_somewhere, listed)))):
         return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
     if not power > 0:
         raise ValueError(

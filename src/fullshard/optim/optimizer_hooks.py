@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import _torch
 from fullshard.core import (
@@ -44,39 +44,61 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
 
     Plain parameters are replaced by the sharded ones, or sharded ones by the plain ones after `undo`. Existing optimizer
     states with the shape of the parameter are sharded. A step calls it if parameters were replaced since the one before.
+
+    Raises:
+        ValueError: before anything has changed, if a parameter is then in two parameter groups.
     """
-    count = 0
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        for index, parameter in enumerate(parameters):
-            replacement = replacement_of(parameter)
-            if replacement is None:
-                continue
-            parameters[index] = replacement
-            count += 1
-            held = optimizer.state.pop(parameter, None)
-            if held and has_whole_view(optimizer):  # whole, on the owner
-                optimizer.state[replacement] = held
-            elif held:
-                states = {key: _state_like(value, parameter, replacement) for key, value in held.items()}
-                optimizer.state[replacement] = states
-        if count:  # two tied parameters may have become one
-            group["params"] = list(dict.fromkeys(parameters))
-    return count
+    replaced = {
+        parameter: now
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (now := replacement_of(parameter)) is not None
+    }
+    if not replaced:
+        return 0
+    seen: dict[int, int] = {}  # id of a parameter -> number of its group
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            now = replaced.get(parameter, parameter)
+            if seen.setdefault(id(now), number) != number:
+                raise ValueError(
+                    f"A parameter of shape {tuple(now.shape)} is in two parameter groups of {type(optimizer).__name__}, in one "
+                    "of them as it was before fully_shard() or undo(). Take it out of one of them."
+                )
+    states: dict[Tensor, Any] = {}
+    for parameter, now in replaced.items():
+        held = optimizer.state.get(parameter)
+        if held and has_whole_view(optimizer):  # whole, on the owner
+            states[now] = held
+        elif held:
+            states[now] = {key: _state_like(value, parameter, now) for key, value in held.items()}
+    for group in optimizer.param_groups:  # in place, as some optimizers keep the list; two tied parameters may have become one
+        group["params"][:] = dict.fromkeys(replaced.get(parameter, parameter) for parameter in group["params"])
+    for parameter in replaced:
+        optimizer.state.pop(parameter, None)
+    optimizer.state.update(states)
+    return len(replaced)
 
 
 def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
     """Return an optimizer state of `original`, distributed like its replacement. Collective after undo()."""
-    if not isinstance(value, Tensor) or value.shape != original.shape or value.ndim == 0:
+    if not isinstance(value, Tensor) or value.shape != original.shape:
         return value
     logical = next(iter(logical_parameters([replacement])), None)
     if logical is None:  # after undo(), which is collective as well
-        return full_tensor(value) if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        whole = full_tensor(value)
+        if not isinstance(replacement, DTensor):
+            return whole
+        return distribute_tensor(whole, replacement.device_mesh, replacement.placements)
     if isinstance(value, DTensor):
-        return logical.dtensor_like_shard(
-            logical.sharding.rows_of(value, name=logical.name, what="the optimizer state").clone()
-        )
-    return shard_of(logical, value, dtype=value.dtype)
+        if logical.sharding.has_rows_of(value):
+            rows = logical.sharding.rows_of(value, name=logical.name, what="the optimizer state")
+            return logical.dtensor_like_shard(rows.clone())
+        return shard_of(logical, full_tensor(value), dtype=value.dtype)  # it was sharded in another way, before undo()
+    # A number, such as a count of steps, may have the shape of a parameter without dims.
+    return shard_of(logical, value, dtype=value.dtype) if value.ndim else value
 
 
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
