@@ -41,6 +41,38 @@ class Hides(nn.Module):
         return lambda: y
 
 
+@ranks(2)
+def test_gradients_as_values_count_gathered_parameters_and_run_no_hooks(world: World) -> None:
+    """A penalty on gathered parameters was lost, one on the sharded parameter too, and optimizers in backward stepped."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model, x = copy.deepcopy(plain), torch.randn(4, 4)
+    before = list(model.parameters())
+    fully_shard(model[0], mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+
+    def penalty(weight: Tensor) -> Tensor:
+        return 0.1 * weight.square().sum()
+
+    loss = square(model(x))
+    with fullshard.gathered(model[0]) as tensors:
+        loss = loss + penalty(tensors["weight"])
+    found = fullshard.grad(loss, [before[0], model[2].bias])
+    expected = torch.autograd.grad(square(plain(x)) + penalty(plain[0].weight), [plain[0].weight, plain[2].bias])
+    for one, other in zip(found, expected):
+        assert_near(one.full_tensor(), other, "gradient")
+    with pytest.raises(StateError, match="the outputs also depend on the sharded parameter 'weight' itself"):
+        fullshard.grad(square(model(x)) + penalty(model[0].weight).full_tensor(), [model[0].weight])
+    called: list[nn.Parameter] = []
+    model[0].weight.register_post_accumulate_grad_hook(called.append)
+    fullshard.grad(square(model(x)), [model[0].weight])
+    assert not called
+    square(model(x)).backward()
+    assert called == [model[0].weight]
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="parameter 'bias' does not require grad"):
+        fullshard.grad(square(model(x)), [model[0].bias, model[0].weight])
+
+
 @pytest.mark.proves("17a")
 @ranks(1, 2)
 def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> None:

@@ -33,6 +33,7 @@ from fullshard._torch.autograd import (
     parameter_hooks,
     profiling,
     view_base,
+    without_post_grad_hooks,
 )
 from fullshard._torch.c10d import (
     THREADED,
@@ -380,6 +381,7 @@ __all__ = [
     "wait_for_event",
     "waited",
     "whole_of",
+    "without_post_grad_hooks",
     "world_size",
     "writes",
     "written_to",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "parameter_hooks",
     "profiling",
     "view_base",
+    "without_post_grad_hooks",
 ]
 
 
@@ -139,6 +141,20 @@ def parameter_hooks(parameter: Tensor) -> tuple[list[Callable[..., Any]], list[C
     before = list((parameter._backward_hooks or {}).values())
     after = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
     return before, after
+
+
+@contextmanager
+def without_post_grad_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A block in which the post-accumulate-grad hooks of these tensors do not run."""
+    # Private: `_post_accumulate_grad_hooks`, where torch looks for them. There is no public way to suspend them.
+    held = [(one, hooks) for one in tensors if (hooks := getattr(one, "_post_accumulate_grad_hooks", None))]
+    for one, _ in held:
+        one._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for one, hooks in held:
+            one._post_accumulate_grad_hooks = hooks
 
 
 profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled

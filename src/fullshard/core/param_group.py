@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,8 @@ class ParamGroup:
         # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
         # the shards are written.
         self._inner_shard: FlatBuffer | None = None
+        # What `gathered` made of this group, as long as a graph leads to it. See `gathered` and `grad`.
+        self.gathered: weakref.WeakSet[Any] = weakref.WeakSet()
         # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
         self._shard_copies: list[Work] = []
 

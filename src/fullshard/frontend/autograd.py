@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
+from fullshard.core.parameter_alias import replacement_of
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.unit import owner_of
 from fullshard.errors import StateError
@@ -39,19 +40,25 @@ def grad(
         `allow_unused=True`, None for an input that no rank used.
 
     Raises:
-        StateError: if a parameter was never unsharded or was not used (without `allow_unused`), or if gradients of its unit are
-            accumulated or being reduced, or are not reduced by this backward. The error names the parameter or unit.
+        StateError: if a parameter was never unsharded or was not used (without `allow_unused`), if the outputs depend on the
+            sharded parameter itself as well, or if gradients of its unit are accumulated or being reduced, or are not reduced
+            by this backward. The error names the parameter or unit.
+        ValueError: for an input that does not require grad.
 
     Example:
         >>> weight, bias = fullshard.grad(loss, [model.head.weight, model.head.bias])         # doctest: +SKIP
 
     Source: the interface of `torch.autograd.grad`.
     """
-    listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    listed = [tensor if (now := replacement_of(tensor)) is None else now for tensor in given]  # names from before sharding
     names: dict[int, str] = {}
     leaves: list[Tensor] = []
     for tensor in listed:
         logical = next(iter(logical_parameters([tensor])), None)
+        if not tensor.requires_grad:
+            which = f"the input of shape {tuple(tensor.shape)}" if logical is None else f"parameter '{logical.name}'"
+            raise ValueError(f"grad(): {which} does not require grad. Leave it out of the inputs.")
         if logical is None:
             leaves.append(tensor)
             continue
@@ -61,13 +68,15 @@ def grad(
                 f"grad(): parameter '{logical.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
         _check_no_other_gradients(logical)
-        leaves.append(logical.unsharded)
+        leaves += [logical.unsharded, *_gathered_uses(logical)]
+    _check_no_use_of_shards([outputs] if isinstance(outputs, Tensor) else outputs, logical_parameters(listed))
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
     for tensor in listed:
         tensor.grad = None
     try:
-        torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=leaves)  # type: ignore[arg-type]
+        with _torch.without_post_grad_hooks(listed):  # as for torch.autograd.grad: nothing is accumulated
+            torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=leaves)  # type: ignore[arg-type]
         found = [tensor.grad for tensor in listed]
     finally:
         for tensor, had in zip(listed, before):
@@ -78,6 +87,24 @@ def grad(
             what = f"parameter '{name}'" if name else f"the input of shape {tuple(tensor.shape)}"
             raise StateError(f"grad(): {what} was not used by any rank. Pass allow_unused=True to get None for it.")
     return tuple(found)
+
+
+def _gathered_uses(parameter: ShardedParameter) -> list[Tensor]:
+    """Return the leaves of the graphs of what `gathered` made of the parameter's group."""
+    unit = owner_of(parameter)
+    groups = () if unit is None else unit.groups
+    return [use.handle for group in groups if parameter in group.parameters for use in group.gathered]
+
+
+def _check_no_use_of_shards(outputs: Sequence[Tensor], parameters: Sequence[ShardedParameter]) -> None:
+    """Raise StateError if the graphs of outputs lead to sharded parameters themselves, which this gradient would leave out."""
+    found = _torch.leads_to(outputs, [parameter.sharded for parameter in parameters])
+    if found:
+        name = parameters[min(found)].name
+        raise StateError(
+            f"grad(): the outputs also depend on the sharded parameter '{name}' itself, as by a penalty on weights. Compute "
+            "that part from the tensors of fullshard.gathered(), or call backward()."
+        )
 
 
 def _check_no_other_gradients(parameter: ShardedParameter) -> None:

@@ -104,14 +104,17 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-def _warn_once_about(optimizer: torch.optim.Optimizer) -> None:
-    """Warn, once per optimizer, of plain parameters beside sharded ones, and of sharded parameters without any gradient."""
+def _warn_once_about(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    """Warn, once per optimizer, of plain parameters beside sharded ones, and of sharded parameters without any gradient.
+
+    `has_closure`: whether the step calls a closure first, which makes the gradients.
+    """
     _SEEN.add(optimizer)
     plain: list[str] = []
     units: list[Unit] = []
     sharded = [p for p in logical_parameters(p for group in optimizer.param_groups for p in group["params"]) if p.requires_grad]
     unit = owner_of(sharded[0]) if sharded else None
-    if unit is not None and all(parameter.sharded.grad is None for parameter in sharded):
+    if unit is not None and not has_closure and all(parameter.sharded.grad is None for parameter in sharded):
         remark_on_gradients(unit, [parameter.name for parameter in sharded])
     for group in optimizer.param_groups:
         names = group.get("param_names", [f"one of shape {tuple(p.shape)}" for p in group["params"]])
@@ -199,8 +202,9 @@ def _finish_step(optimizer: torch.optim.Optimizer) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     cache = _OptimizerCache.of(optimizer)
+    has_closure = bool(kwargs.get("closure") or args[1:])
     if optimizer not in _SEEN:
-        _warn_once_about(optimizer)
+        _warn_once_about(optimizer, has_closure=has_closure)
     sharded = cache.sharded
     cache.had_grad = {id(parameter) for parameter in sharded if parameter.sharded.grad is not None}
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
@@ -209,7 +213,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         use_plain_dtensor([parameter.sharded for parameter in sharded])
         if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
-            cache.order.enter(optimizer, has_closure=bool(kwargs.get("closure") or args[1:]))
+            cache.order.enter(optimizer, has_closure=has_closure)
     splits = splits_of(optimizer)
     if splits is not None:
         splits.check_sharded(f"{type(optimizer).__name__}.step()")

@@ -213,9 +213,10 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
             tensors = group.all_gather_copy(unit.runtime.communicator, "gather by hand")
             if grad and torch.is_grad_enabled() and group.trainable:
                 copied_use = unit.runtime.scheduler.register_copied_use(unit.number)
-                source = _Source(group, BackwardHook(unit, copied_use, copied_use=True))
                 # Autograd calls the backward of a Function only if an input requires grad, and gathered tensors do not.
                 handle = torch.zeros((), device=tensors[0].device, requires_grad=True)
+                source = _Source(group, BackwardHook(unit, copied_use, copied_use=True), handle)
+                group.gathered.add(source)
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)
             for parameter, tensor in zip(group.parameters, tensors):
@@ -233,6 +234,7 @@ class _Source:
 
     group: ParamGroup  # the group that was all-gathered
     hook: BackwardHook  # notifies the runtime that the backward of the gathered tensors began
+    handle: Tensor  # the leaf of their graph
 
 
 class _Gathered(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.core import full_tensor
+from fullshard.errors import check_int
 from fullshard.frontend.any_failed import any_failed
 from fullshard.wrap.whole_model import shard_model
 
@@ -134,7 +135,8 @@ def verify(
         A `Verdict`, equal on all ranks: true if nothing differs, else with the first difference.
 
     Raises:
-        ValueError: if the output contains no loss, and torch.distributed was initialised before.
+        ValueError: if `steps` or `ranks` is not at least 1; if the output contains no loss, and torch.distributed was
+            initialised before.
         RuntimeError: if a process that was started here raised an exception; contains its traceback.
 
     Example:
@@ -143,6 +145,8 @@ def verify(
         >>> print(verify(build, torch.ones(3, 4)))                                            # doctest: +SKIP
         same: losses, gradients and weights of 4 parameters over 2 steps on 2 ranks
     """
+    check_int("steps", steps)
+    check_int("ranks", ranks)
     program = _Program(build, batch, steps, shard, loss, optimizer, seed, tolerance)
     if dist.is_initialized():
         return program.run()
@@ -219,8 +223,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
+    if isinstance(value, Tensor):  # a copy: a model may write to its inputs
+        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
     if isinstance(value, dict):
         return {key: _to_device(item, device) for key, item in value.items()}
     if not isinstance(value, (tuple, list)):
