@@ -313,3 +313,25 @@ def test_memory_of_parameters_that_were_replaced_is_given_back(world: World) -> 
     del memory
     assert held() is None, "the optimizer that was built before would keep a full copy until its first step"
     assert optimizer.param_groups[0]["params"][0].shape == (64, 64)
+
+
+@ranks(2)
+def test_a_sharded_parameter_assigned_to_another_place_is_refused(world: World) -> None:
+    """A tie after sharding came apart and its optimizer was redirected; a swap of two parameters never returned."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+    first, second = model[0].weight, model[1].weight
+    for swapped in (False, True):
+        model[1].weight = first
+        if swapped:
+            model[0].weight = second
+        with pytest.raises(StateError, match="was assigned the sharded parameter '.*weight' of unit"):
+            model(torch.ones(2, 4))
+        model[0].weight, model[1].weight = first, second
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    with torch.no_grad():
+        model[1].weight = nn.Parameter(first.detach().clone())
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model[1].weight.full_tensor(), first.full_tensor())

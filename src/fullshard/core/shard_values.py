@@ -12,7 +12,7 @@ from fullshard import _torch
 from fullshard.core.agreement import Agreement
 from fullshard.core.full_tensors import all_gather_unsharded
 from fullshard.core.parameter_alias import replace, set_replacement
-from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.errors import StateError
 
@@ -122,8 +122,16 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
                 "as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
                 "model, or compute with the tensors of fullshard.gathered()."
             )
-        elif all(current is not other for other in found):
-            found.append(current)
+        else:
+            owner = next(iter(logical_parameters([current])), None)
+            if owner is not None and owner is not parameter:
+                raise StateError(
+                    f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' was assigned the sharded parameter "
+                    f"'{owner.name}' of unit '{owner.unit_name.name}', which is still in use there. Tie parameters before "
+                    "fully_shard(), or assign a copy: nn.Parameter(value.detach().clone())."
+                )
+            if all(current is not other for other in found):
+                found.append(current)
     ours = _torch.local_tensor(parameter.sharded)  # type: ignore[arg-type]
     if not found:
         return ours
