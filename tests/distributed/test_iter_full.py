@@ -228,3 +228,17 @@ def test_a_load_in_the_middle_is_told(world: World) -> None:
     with pytest.raises(fullshard.StateError, match="was written during iter_full"):
         for _ in fullshard.iter_full(model, bucket_bytes=1, ahead=0):
             fullshard.load_weights(model, directory)
+
+
+@ranks(2)
+def test_options_that_differ_between_ranks_are_refused_on_all(world: World) -> None:
+    """Halves of tensors were garbage, or of other tensors."""
+    model = fullshard.fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+    for options in (
+        {"dtype": torch.float16 if world.rank else torch.bfloat16},
+        {"bucket_bytes": 1 + world.rank},
+        {"key_map": [Rename("^", "a.")] if world.rank else None},
+    ):
+        with pytest.raises(ValueError, match=r"weights of iter_full\(\) differs between ranks"):
+            fullshard.iter_full(model, **options)
+    assert len(list(fullshard.iter_full(model))) == 2

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from checkpoints import CUTS, Net, check, check_told, contents, expected, loaded, noted, saved, sharded, values, written
 from harness import World, ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard import EMA, fully_shard, load_weights, save_weights
+from fullshard import EMA, ShardPlacementResult, StateError, fully_shard, load_weights, save_weights
 from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
 
 
@@ -277,7 +279,7 @@ def test_options_that_decide_about_messages_are_compared(world: World) -> None:
         {"each_rank": (lambda path: None) if first else None},
         {"background": first},
     ):
-        with pytest.raises(ValueError, match="or buffer_bytes, weights, each_rank or background"):
+        with pytest.raises(ValueError, match="buffer_bytes, weights, each_rank and background differs"):
             save_weights(model, directory, **options)  # type: ignore[arg-type]
     save_weights(model, directory)
     for more in ({"buffer_bytes": 1 << (16 + world.rank)}, {"replicas": "auto" if first else "read"}):
@@ -338,3 +340,41 @@ def test_copies_of_shards_by_hand_stay(world: World) -> None:
         save_weights(model, directory, max_shard_bytes=300)
         (directory / "model-00001-of-00002-old.safetensors").write_bytes(b"a copy")
     assert (directory / "model-00001-of-00002-old.safetensors").read_bytes() == b"a copy"
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Parameter(torch.arange(32.0).view(8, 4)), nn.Parameter(torch.arange(20.0).view(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@ranks(4)
+def test_a_parameter_on_a_larger_mesh_than_its_unit_is_saved_by_all_ranks(world: World) -> None:
+    """The ranks of its unit agreed among themselves: two saved half of the rows, and two failed."""
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, folder = Pair(), world.folder("larger")
+    expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(Shard(0), two) if len(parameter) == 8 else None
+
+    fullshard.fully_shard(model, mesh=two["shard"], shard_placement_fn=place)
+    save_weights(model, folder)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in fullshard.weights.iter_full(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fullshard.load_weights(model, folder)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in fullshard.weights.iter_full(model))
+
+
+@ranks(2)
+def test_weights_of_a_mesh_whose_ranks_do_not_ascend_are_refused(world: World) -> None:
+    """Rows were swapped, in files and in models."""
+    model = fullshard.fully_shard(nn.Linear(3, 4), mesh=DeviceMesh("cpu", [1, 0], mesh_dim_names=("shard",)))
+    for work in (save_weights, fullshard.load_weights):
+        with pytest.raises(StateError, match="Expected a mesh with ranks in ascending order along each dim"):
+            work(model, world.folder("descending"))

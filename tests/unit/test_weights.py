@@ -514,3 +514,26 @@ def test_a_writer_that_is_closed_gives_up_what_has_not_started(tmp_path: Path) -
         go_on.set()
         closing.join()
     assert file.read_bytes() == bytes([1] * 100 + [0] * 200)
+
+
+def test_several_tensors_of_one_pattern_are_refused() -> None:
+    """The last one was joined, and the others were left beside the result."""
+    state = stored({name: torch.zeros(2) for name in ("a.q", "b.q", "a.k", "b.k")})
+    for rule in (Merge([".*q", ".*k"], "qk"), Convert([".*q"], "q", torch.neg)):
+        with pytest.raises(MapError, match="'a.q' and 'b.q' both match '[.][*]q', with equal groups"):
+            map_keys([rule], state)
+    assert list(map_keys([Merge(["(.*)q", "(.*)k"], r"\1qk")], state)) == ["a.qk", "b.qk"]
+
+
+def test_averages_of_another_model_and_ties_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    """The live weights were saved in place of averages, and the second tensor of a tie was not looked at."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    average = fullshard.weights.EMA(model, 0.5)
+    for other in (model[0], nn.Sequential(model), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match="the model has no parameters of these names and shapes"):
+            save_weights(other, tmp_path / "averages", weights=average)
+    save_weights(model, tmp_path / "tied", key_map=[Rename("1.bias", "1.other")])
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].other, tied[1].bias = tied[1].weight, None
+    with pytest.raises(ValueError, match=r"1.other is \(2,\) in the file and \(2, 2\) in the model"):
+        load_weights(tied, tmp_path / "tied")

@@ -453,7 +453,13 @@ def _combine(
         for number, pattern in enumerate(sources):
             match = re.fullmatch(pattern, name)
             if match:
-                sets.setdefault(match.groups(), {})[number] = name, match.expand(to)
+                members = sets.setdefault(match.groups(), {})
+                if number in members:
+                    raise MapError(
+                        f"{rule}: '{members[number][0]}' and '{name}' both match {pattern!r}, with equal groups. Put what "
+                        "differs between them into a group."
+                    )
+                members[number] = name, match.expand(to)
     combined: dict[str, tuple[str, list[str]]] = {}  # by name of the first tensor: name of the result, names of the tensors
     for members in sets.values():
         names = [name for _, (name, _) in sorted(members.items())]

@@ -364,6 +364,8 @@ class _Match:
             ties += [name for name in entry.names if name != there[0]]
             self.found.append((entry, state[there[0]]))
             wrong += self._compare(there[0], entry, state[there[0]], strict=strict)
+            others = [name for name in there[1:] if state[name].shape != entry.target.shape]  # of a tie, only the first is read
+            wrong += [f"{name} is {state[name].shape} in the file and {entry.target.shape} in the model" for name in others]
         self.ties, self.missing = tuple(ties), tuple(missing)
         self.unexpected = tuple(name for name in state if name not in used)
         if strict:

@@ -221,9 +221,8 @@ def _computed_rows(
     source: ComputedTensor, destinations: tuple[Destination, ...], reader: int, limit: int
 ) -> Iterator[RowRange]:
     length = source.shape[0] if source.shape else 1
-    copies = max(
-        len(ranks) for destination in destinations for ranks in destination.target.shard_map.ranks_by_box.values()
-    )  # copies of the tensor that the reader sends, at most
+    ranks_of_boxes = (one for destination in destinations for one in destination.target.shard_map.ranks_by_box.values())
+    copies = max(map(len, ranks_of_boxes), default=1)  # copies of the tensor that the reader sends, at most
     max_rows = max(1, limit * length // max(1, source.nbytes * copies))
     for begin in range(0, length, max_rows):
         yield _row_range(source, destinations, _row_box(source.shape, begin, min(length, begin + max_rows)), reader)

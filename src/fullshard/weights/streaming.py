@@ -27,7 +27,7 @@ from fullshard.core import (
 from fullshard.errors import StateError, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, State, map_keys
 from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
@@ -70,7 +70,7 @@ def iter_full(
         tensor.
 
     Raises:
-        ValueError: if an option is invalid or rules do not fit the model.
+        ValueError: if an option is invalid, rules do not fit the model, or options or rules differ between ranks.
         StateError: inside a forward or backward; or if a tensor was written after the iteration began.
 
     Example:
@@ -97,9 +97,20 @@ def iter_full(
     mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
+    _check_same_on_all_ranks(tensors, mapped, (bucket_bytes, dtype, weights is not None))
     buckets = list(_buckets(mapped, bucket_bytes, dtype))
     owners = _owners(tensors)
     return _stream([_Bucket(outputs, entries, owners, dtype) for outputs in buckets], ahead=ahead, receives=receives, copy=copy)
+
+
+def _check_same_on_all_ranks(tensors: ModelTensors, mapped: State, options: tuple[object, ...]) -> None:
+    """Raise ValueError if ranks would send other tensors, or send them in another order or dtype. Collective."""
+    listed = [(name, one.dtype, [(piece.source.name, piece.geometry) for piece in one.pieces]) for name, one in mapped.items()]
+    content = repr((options, listed)).encode("utf-8", "backslashreplace")
+    if not tensors.agreement("iter_full()").all_equal(content):
+        raise ValueError(
+            "One of key_map, dtype, bucket_bytes and weights of iter_full() differs between ranks. Pass the same on all ranks."
+        )
 
 
 def _receives(to: To) -> bool:

@@ -68,13 +68,14 @@ class ModelTensors:
         """Return the agreement of all ranks of the model in one call, whose name is `doing`."""
         if len(self.ranks) == 1:
             return Agreement(None, [], UnitName(""), doing)
-        # The largest mesh has all ranks. Its unit's axis and its tensor parallel axes together connect all of them.
+        # The largest mesh has all ranks. The axis of a parameter on it, which may be another one than that of its unit, and its
+        # tensor parallel axes together connect all of them.
         unit, sharding = max(
             ((unit, p.sharding) for unit in self.units for p in unit.parameters),
             key=lambda found: found[1].mesh.size(),
         )
         names = sharding.mesh.mesh_dim_names or ()
-        axes = [unit.axis, *(resolve_mesh(sharding.mesh[names[axis]]) for axis in sharding.tensor_parallel_axes)]
+        axes = [sharding.axis, *(resolve_mesh(sharding.mesh[names[axis]]) for axis in sharding.tensor_parallel_axes)]
         communicator, subject = unit.runtime.communicator, f"{unit.global_id} {doing}"
         return Agreement(communicator, axes, unit.unit_name, doing, subject, ranks=self.ranks)
 
@@ -85,7 +86,17 @@ def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTen
     Args:
         tensors: tensors of the model.
         values: this rank's shards of the values, by the first name of each tensor.
+
+    Raises:
+        ValueError: for a value without a tensor of its name and shape.
     """
+    shapes = {one.names[0]: one.local.shape for one in tensors.entries}
+    wrong = [name for name, value in values.items() if shapes.get(name) != value.shape]
+    if wrong:
+        raise ValueError(
+            f"weights= has averages of {wrong[:3]}{' and more' if len(wrong) > 3 else ''}, and the model has no parameters of "
+            "these names and shapes. Pass the model that the averages were made of."
+        )
     entries = tuple(
         one if one.names[0] not in values else _with_value(one, values[one.names[0]].detach()) for one in tensors.entries
     )
@@ -134,7 +145,8 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
 
     Raises:
         ValueError: if `model` is not a module.
-        StateError: if a DTensor is not managed by a unit, or if no mesh has the ranks of all units.
+        StateError: if a DTensor is not managed by a unit, if no mesh has the ranks of all units, or if the ranks of a mesh are
+            not in ascending order.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}.")
@@ -174,6 +186,12 @@ def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
     meshes = dict.fromkeys(p.sharding.mesh for unit in units for p in unit.parameters)
     most = max(meshes, key=lambda mesh: mesh.size(), default=None)
     for mesh in meshes:
+        # Shards are cut in the order of the process groups, which torch sorts, and boxes in the order of the mesh.
+        if not all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.ndim)):
+            raise StateError(
+                f"Expected a mesh with ranks in ascending order along each dim, got {mesh}. Load and save its weights by "
+                "torch.distributed.checkpoint, or shard over another mesh."
+            )
         if most is not None and not set(mesh.mesh.flatten().tolist()) <= set(most.mesh.flatten().tolist()):
             raise StateError(
                 f"Parameters of this model are on {most} and on {mesh}, and neither mesh has all ranks of the other. Load or "
