@@ -488,3 +488,26 @@ def test_behind_a_failed_step_all_ranks_gather_what_some_of_them_wrote(world: Wo
     reference.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
     with torch.no_grad():
         assert_near(model(batch(3)), reference(batch(3)), "what the shards say")
+
+
+class Weighted(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(weight.sum() for weight in self.weights) * x.sum()
+
+
+@ranks(4)
+def test_parameters_without_rows_on_an_inner_rank_are_reduced_in_both_hops(world: World) -> None:
+    """Sharded along another dim than 0, the second hop raised on the ranks without rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for shapes in ([(5, 1)], [(5, 1), (5,)], [(1, 8), (5, 1), (5,)]):
+        model = Weighted(shapes)
+        fullshard.fully_shard(
+            model, mesh=mesh, states=HFSDP, shard_placement_fn=lambda parameter: Shard(1 if parameter.dim() > 1 else 0)
+        )
+        model(torch.ones(2)).backward()
+        for parameter in model.parameters():
+            assert torch.equal(full(parameter.grad), torch.full(parameter.shape, 2.0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 
-from fullshard import Plan, PlannedUnit
+from fullshard import MixedPrecisionPolicy, Plan, PlannedUnit
 from fullshard.wrap.auto_policy import AutoPolicy
 from fullshard.wrap.plan import ModelSummary
 from fullshard.wrap.whole_model import plan_model
@@ -55,3 +57,13 @@ def test_a_module_without_a_forward_is_no_block() -> None:
     """It was chosen, and refused as a unit that the user had not named."""
     plan = plan_model(Levels(), AutoPolicy(tiny=0))
     assert [unit.name for unit in plan.units] == [*(f"down.{i}.block.{j}" for i in (0, 1) for j in (0, 1)), "(model)"]
+
+
+def test_messages_take_the_policy_of_torch() -> None:
+    plan = plan_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    ours, theirs = (
+        kind(param_dtype=torch.bfloat16) for kind in (MixedPrecisionPolicy, torch.distributed.fsdp.MixedPrecisionPolicy)
+    )
+    assert list(plan.messages(2, mp_policy=theirs)) == list(plan.messages(2, mp_policy=ours))
+    plan.set("", mp_policy=theirs)
+    assert list(plan.messages(2)) == list(plan.messages(2, mp_policy=ours))

@@ -145,6 +145,8 @@ class Messages:
         except RuntimeError as failure:
             raise self.peer_lost(at, failure) from failure
         self._channel.forget(self)
+        # The caller may keep this object, and the memory of the messages is free now.
+        self.works, self._receives, self._sends = [], (), ()
 
 
 class P2PChannel:

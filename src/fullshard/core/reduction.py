@@ -473,7 +473,8 @@ def _copy_blocks(grad: Tensor, place: ParamOffsets, out: Tensor) -> None:
     else:
         out.zero_()
         grad_parts, block_parts = dim_permutation(grad, out, place)
-        torch._foreach_copy_(block_parts, grad_parts)
+        if block_parts:  # none in the second of two hops, on a rank without rows
+            torch._foreach_copy_(block_parts, grad_parts)
 
 
 def _pack(

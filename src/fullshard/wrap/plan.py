@@ -13,7 +13,7 @@ from fullshard import _torch
 from fullshard.core import KeepAfterForward, children_first
 from fullshard.errors import check_int
 from fullshard.frontend.module import parse_reshard_after_forward
-from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding
+from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding, resolve_mp
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, frequencies, messages_of, thresholds
 from fullshard.wrap.tables import aligned, bytes_text, span
 
@@ -364,7 +364,7 @@ class Plan:
                 "states": states,
                 **unit.options,
             }
-            messages = messages_of(entries, ranks, options["mp_policy"], options["comm_policy"].direct_min_bytes)
+            messages = messages_of(entries, ranks, resolve_mp(options["mp_policy"]), options["comm_policy"].direct_min_bytes)
             policy, _ = parse_reshard_after_forward(options["reshard_after_forward"], ranks, options["states"])
             kept = policy is KeepAfterForward.ALWAYS or (policy is KeepAfterForward.OUTERMOST and "" in unit.modules)
             found.append((unit.name, frequencies(messages, options["states"], kept_after_forward=kept)))
