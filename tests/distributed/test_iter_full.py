@@ -13,7 +13,7 @@ from harness import World, ranks
 from torch import nn
 
 import fullshard
-from fullshard.weights.rules import Convert, Merge, Rename, Split
+from fullshard.weights.rules import Convert, Merge, Rename, RenameBy, Sort, Split
 
 
 def loaded(world: World, cut: str) -> Any:
@@ -233,12 +233,13 @@ def test_a_load_in_the_middle_is_told(world: World) -> None:
 @ranks(2)
 def test_options_that_differ_between_ranks_are_refused_on_all(world: World) -> None:
     """Halves of tensors were garbage, or of other tensors."""
-    model = fullshard.fully_shard(nn.Linear(4, 4), mesh=world.mesh)
     for options in (
         {"dtype": torch.float16 if world.rank else torch.bfloat16},
-        {"bucket_bytes": 1 + world.rank},
-        {"key_map": [Rename("^", "a.")] if world.rank else None},
+        {"bucket_bytes": 1 if world.rank else 1 << 20},
+        {"key_map": [RenameBy(str)] if world.rank else [Rename("^", "a."), Sort()], "bucket_bytes": 1},
     ):
-        with pytest.raises(ValueError, match=r"weights of iter_full\(\) differs between ranks"):
-            fullshard.iter_full(model, **options)
-    assert len(list(fullshard.iter_full(model))) == 2
+        model = fullshard.fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+        with pytest.raises(fullshard.StateError, match=r"Ranks diverged at collective .* iter_full\(\) of ") as caught:
+            list(fullshard.iter_full(model, **options))
+        assert fullshard.any_failed(world.mesh, caught.value)
+        assert len(list(fullshard.iter_full(model))) == 2

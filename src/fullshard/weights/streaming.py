@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from fullshard.core import (
 from fullshard.errors import StateError, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, State, map_keys
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
 from fullshard.weights.shard_map import ModelTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
@@ -70,8 +71,9 @@ def iter_full(
         tensor.
 
     Raises:
-        ValueError: if an option is invalid, rules do not fit the model, or options or rules differ between ranks.
-        StateError: inside a forward or backward; or if a tensor was written after the iteration began.
+        ValueError: if an option is invalid or rules do not fit the model.
+        StateError: inside a forward or backward; if a tensor was written after the iteration began; or if ranks gather different
+            buckets, since their options or rules differ.
 
     Example:
         >>> for name, tensor in iter_full(model, dtype=torch.bfloat16):                       # doctest: +SKIP
@@ -97,20 +99,9 @@ def iter_full(
     mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
-    _check_same_on_all_ranks(tensors, mapped, (bucket_bytes, dtype, weights is not None))
     buckets = list(_buckets(mapped, bucket_bytes, dtype))
     owners = _owners(tensors)
     return _stream([_Bucket(outputs, entries, owners, dtype) for outputs in buckets], ahead=ahead, receives=receives, copy=copy)
-
-
-def _check_same_on_all_ranks(tensors: ModelTensors, mapped: State, options: tuple[object, ...]) -> None:
-    """Raise ValueError if ranks would send other tensors, or send them in another order or dtype. Collective."""
-    listed = [(name, one.dtype, [(piece.source.name, piece.geometry) for piece in one.pieces]) for name, one in mapped.items()]
-    content = repr((options, listed)).encode("utf-8", "backslashreplace")
-    if not tensors.agreement("iter_full()").all_equal(content):
-        raise ValueError(
-            "One of key_map, dtype, bucket_bytes and weights of iter_full() differs between ranks. Pass the same on all ranks."
-        )
 
 
 def _receives(to: To) -> bool:
@@ -247,7 +238,12 @@ class _AllGather:
         # Without empty outputs. An output has the same size on all ranks, so all ranks leave out the same ones.
         outs, shards = [out for out, _ in transfers if out.numel()], [shard for out, shard in transfers if out.numel()]
         begin = group.collectives.whole.gatherer(outs, shards) if outs else StartedWork
-        self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, "iter_full()", begin)
+        # With the names and the dtype, so that ranks whose options differ diverge here and do not mix tensors.
+        names = [entry.target.name for entry in self._members]
+        averages = any(entry.value is not None for entry in self._members)
+        digest = crc32(repr((names, self._dtype, averages)).encode("utf-8", "backslashreplace"))
+        action = f"iter_full() of {len(names)} tensors from '{names[0]}' on in {self._dtype}, {digest:08x},"
+        self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin)
 
     def _prepare_direct(self, entry: ModelEntry) -> tuple[Tensor, Tensor]:
         """Return (all-gather output, all-gather input) of one parameter: the full tensor, padded, and this rank's chunk."""
