@@ -72,8 +72,8 @@ def iter_full(
 
     Raises:
         ValueError: if an option is invalid or rules do not fit the model.
-        StateError: inside a forward or backward; if a tensor was written after the iteration began; or if ranks gather different
-            buckets, since their options or rules differ.
+        StateError: inside a forward or backward; if a tensor was written after the iteration began; or if ranks gather
+            different buckets, since their options or rules differ.
 
     Example:
         >>> for name, tensor in iter_full(model, dtype=torch.bfloat16):                       # doctest: +SKIP
