@@ -179,9 +179,7 @@ def test_memory_that_one_rank_does_not_get_ends_the_load_on_all_ranks(world: Wor
     allocate = mock.patch.object(Unit, "allocate", side_effect=RuntimeError("no memory is left"))
     with allocate if world.rank else nullcontext(), pytest.raises(Exception, match="no memory is left"):
         load_weights(model, folder)
-    told = "failed and left half written|are still on the meta device"
-    with pytest.raises(Exception, match=told):
-        model(torch.zeros(2, 3).long())
+    assert all(parameter.is_meta or bool(_torch.local_part(parameter).isnan().all()) for parameter in model.parameters())
     state = saved()
     load_weights(model, folder)
     for name, parameter in model.named_parameters():
