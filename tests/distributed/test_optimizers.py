@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -185,6 +186,9 @@ def test_grad_scaler_skips_a_step_on_all_ranks_of_all_meshes(world: World, fused
                     assert torch.equal(parameter.grad.full_tensor(), grad / scale)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="No inf checks were recorded") if not fused else nullcontext():
+            scaler.step(optimizer)
         stepped = [not torch.equal(one, parameter.full_tensor()) for one, parameter in zip(weights, model.parameters())]
         assert scaler.get_scale() == (4.0 if infinite is None else 2.0)
         assert all(stepped) if infinite is None else not any(stepped)

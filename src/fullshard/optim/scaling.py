@@ -40,7 +40,8 @@ def _unscale(
     would skip the step and others would not.
 
     Returns:
-        For each device a tensor above 0 if a rank found one; equal on all ranks.
+        For each device a tensor above 0 if a rank found one; equal on all ranks. Empty if no rank has a gradient: then the
+        scaler raises, as without sharding.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = _groups_of(parameters)
@@ -58,14 +59,17 @@ def _unscale(
     for (device, _), locals_ in grads.items():
         found = by_device.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
         _torch.unscale_and_check(locals_, found, inv_scale.to(device))
-    # Also if this rank has no gradient: the other ranks reduce.
-    every = [found_inf, *by_device.values()]
-    total = torch.stack([one.to(found_inf.device) for one in every]).max()
+    # Also if this rank has no gradient, since the others reduce: -1 stands for none.
+    none = not by_device
+    every = [torch.full_like(found_inf, -1.0)] if none else [one.to(found_inf.device) for one in by_device.values()]
+    total = torch.stack(every).max()
     # Forward and backward: a maximum over the groups of one mesh reaches ranks that only the groups of another one connect.
     for device_type, group in [*groups, *groups[-2::-1]]:
         part = total if device_type == total.device.type else total.to(device_type)
         dist.all_reduce(part, dist.ReduceOp.MAX, group=group)
         total = part.to(total.device)
+    if none and total.item() < 0:
+        return by_device
     by_device.setdefault(found_inf.device, found_inf)
     for one in by_device.values():
         one.copy_(total)

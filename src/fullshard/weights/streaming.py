@@ -242,7 +242,7 @@ class _AllGather:
         names = [entry.target.name for entry in self._members]
         averages = any(entry.value is not None for entry in self._members)
         digest = crc32(repr((names, self._dtype, averages)).encode("utf-8", "backslashreplace"))
-        action = f"iter_full() of {len(names)} tensors from '{names[0]}' on in {self._dtype}, {digest:08x},"
+        action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {self._dtype}; {digest:08x})"
         self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin)
 
     def _prepare_direct(self, entry: ModelEntry) -> tuple[Tensor, Tensor]:
