@@ -11,9 +11,10 @@ import torch
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, share_grads, square
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import StateError, fully_shard, undo
+from fullshard import HFSDP, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, fully_shard, undo
 from fullshard._torch import HONOURS_SUBCLASSES
 
 
@@ -335,3 +336,109 @@ def test_a_sharded_parameter_assigned_to_another_place_is_refused(world: World) 
         model[1].weight = nn.Parameter(first.detach().clone())
     model(torch.ones(2, 4)).sum().backward()
     assert torch.equal(model[1].weight.full_tensor(), first.full_tensor())
+
+
+@pytest.mark.proves("19d")
+@pytest.mark.parametrize("options", ["plain", "cast", "offload", "hfsdp", "kept"])
+@pytest.mark.parametrize("how", ["data", "assign"])
+@ranks(2, 4)
+def test_old_values_that_the_caller_holds_stay_when_new_ones_are_assigned(world: World, how: str, options: str) -> None:
+    """As in an EMA that is swapped in for validation. FSDP2 ignores the values that are assigned by `.data`."""
+    if how == "data" and not HONOURS_SUBCLASSES:
+        pytest.skip("this torch asks no subclass of DTensor")
+    mesh, kwargs = world.mesh, dict[str, Any](mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    if options == "offload":
+        kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    elif options == "hfsdp":
+        mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
+        kwargs = {"states": HFSDP}
+    elif options != "cast":
+        kwargs = {"reshard_after_forward": options == "plain"}
+    plain = Stack(1)
+    sharded = copy.deepcopy(plain)
+    for block in [*sharded.blocks, sharded]:
+        fully_shard(block, mesh=mesh, **kwargs)
+    pairs = [(sharded, world.mine), (plain, lambda x: x)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m, _ in pairs]
+
+    def train(number: int) -> None:
+        for (m, part), optimizer in zip(pairs, optimizers):
+            optimizer.zero_grad()
+            square(m(part(batch(number)))).backward()
+            optimizer.step()
+
+    def swap(m: nn.Module, values: list[Any]) -> None:
+        if how == "assign":
+            m.load_state_dict(dict(zip(m.state_dict(), values)), assign=True)
+        else:
+            for p, value in zip(m.parameters(), values):
+                p.data = value
+
+    def held(m: nn.Module) -> list[Any]:
+        return list(m.state_dict().values()) if how == "assign" else [p.data for p in m.parameters()]
+
+    train(0)
+    for number in range(1, 3):
+        weights = [held(m) for m, _ in pairs]
+        shadow = [[(value * 0.5).detach() for value in old] for old in weights]
+        for m, values in zip((sharded, plain), shadow):
+            swap(m, values)
+        for m, _ in pairs:
+            m.eval()
+        assert_near(sharded(batch(9)), plain(batch(9)), "output with the averages")
+        for m, values in zip((sharded, plain), weights):
+            swap(m, values)
+        for m, _ in pairs:
+            m.train()
+        if how == "assign":  # plain torch's optimizer goes on with the parameters of before
+            optimizers[1] = _same_states(optimizers[1], plain)
+        train(number)
+        assert_same_parameters(sharded, plain)
+
+
+def _same_states(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with the states of `optimizer` for the parameters that `model` has now."""
+    made = type(optimizer)(model.parameters(), lr=0.01)
+    made.load_state_dict(optimizer.state_dict())
+    return made
+
+
+@ranks(2)
+def test_assigning_values_without_aliases_moves_no_memory(world: World) -> None:
+    """A CUDA graph, or a pinned shard, keeps its address."""
+    model = fully_shard(nn.Linear(4, 4), mesh=world.mesh)
+    model(torch.ones(2, 4))
+    address = model.weight.to_local().data_ptr()
+    for value in (torch.ones(4, 4), model.weight.data * 2):
+        model.weight = nn.Parameter(value)
+        model(torch.ones(2, 4))
+        assert model.weight.to_local().data_ptr() == address
+    if HONOURS_SUBCLASSES:
+        model.weight.data = model.weight.data * 2
+        assert model.weight.to_local().data_ptr() == address
+        model.set_keep_unsharded_storage(True)
+        held = model.weight.data
+        with pytest.raises(StateError, match="'weight' and others of its group cannot get new memory: set_keep_unsharded"):
+            model.weight.data = torch.ones(4, 4)
+        del held
+        model.weight.data = torch.full((4, 4), 3.0)
+        assert torch.equal(full(model.weight), torch.full((4, 4), 3.0))
+
+
+@pytest.mark.proves("19c")
+@ranks(2)
+def test_an_assigned_parameter_brings_its_own_gradient_or_none(world: World) -> None:
+    """The gradient of the parameter before was kept, where `zero_grad()` of the model did not see it."""
+    plain = Stack(1)
+    sharded = shard_stack(copy.deepcopy(plain), world.mesh)
+    square(sharded(world.mine(batch(0)))).backward()
+    square(plain(batch(0))).backward()
+    value, given = torch.ones(3, 7), torch.full((3, 7), 5.0)
+    for grad in (None, given):
+        for m in (sharded, plain):
+            m.head.weight = nn.Parameter(value.clone())
+            m.zero_grad()
+            m.head.weight.grad = None if grad is None else grad.clone()
+        square(sharded(world.mine(batch(1)))).backward()
+        square(plain(batch(1))).backward()
+        assert_same_grads(sharded, plain)

@@ -17,6 +17,7 @@ __all__ = [
     "chunk_cat",
     "current_stream",
     "device_of",
+    "has_aliases",
     "is_capturing",
     "is_over",
     "on_stream",
@@ -113,6 +114,14 @@ def references(tensor: Tensor) -> tuple[int, int]:
     # counts in another torch do no harm.
     held: Any = tensor
     return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def has_aliases(tensor: Tensor) -> bool:
+    """Return True if other tensors share the storage of `tensor`; False for a wrapper subclass, which has no storage."""
+    # Private: the C++ reference count. Two are those of `tensor` and of the Python object that `untyped_storage()` returns.
+    if type(tensor) is not Tensor or tensor.device.type == "meta":
+        return False
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:

@@ -275,9 +275,28 @@ class ParamGroup:
         for parameter, value in zip(self.parameters, values):
             parameter.match_trainability()
             if value is not parameter.local:
-                if self.extension or value.data_ptr() != parameter.local.data_ptr():
+                if self.extension:
                     parameter.local.copy_(value)
+                else:
+                    parameter.replace_values(value)
                 parameter.bind_to_flat_shard(parameter.local)
+
+    def move_shard(self) -> None:
+        """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.
+
+        Raises StateError if the memory is kept.
+        """
+        if self._keeps_memory:
+            raise StateError(
+                f"Parameter '{self.parameters[0].name}' and others of its group cannot get new memory: "
+                "set_keep_unsharded_storage(True) keeps it, and an earlier .data, detach() or state_dict() still shares it. "
+                "Clone those first (p.data.clone()), or write in place: p.data.copy_(value)."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            self.shard = self._bind([parameter.local for parameter in self.parameters], ())
+        buffer = self._inner_shard if self.two_hops else self._buffer
+        if isinstance(buffer, FlatBuffer):
+            buffer.gather_from(self.shard)
 
     # --- all-gather ---
 

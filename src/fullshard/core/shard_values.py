@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,9 +66,7 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
-        # A clone, because a view would keep the memory of the whole gradient.
-        rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
-        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone().view(sharding.shard_shape))
+        set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
     replace(original, sharded)
     parameter.put(sharded)
 
@@ -143,6 +142,32 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
             "is tied), got different ones. Assign the same Parameter to all of them, or untie them before fully_shard."
         )
     return values[0]
+
+
+def gradients_of_assigned(parameters: Sequence[ShardedParameter]) -> list[tuple[ShardedParameter, Tensor | None]]:
+    """Return each parameter to which the user assigned a Parameter, with this rank's rows of that one's gradient, or None.
+
+    Raises StateError if such a gradient has other placements than the parameter.
+    """
+    found: list[tuple[ShardedParameter, Tensor | None]] = []
+    for parameter in parameters:
+        for slot in parameter.slots:
+            current = slot.content
+            if current is not None and current is not parameter.sharded and current is not parameter.unsharded:
+                grad, what = current.grad, "the gradient of the new value"
+                found.append(
+                    (parameter, None if grad is None else parameter.sharding.rows_of(grad, name=parameter.name, what=what))
+                )
+                break
+    return found
+
+
+def set_gradient(parameter: ShardedParameter, rows: Tensor | None) -> None:
+    """Set `.grad` of the sharded parameter to a copy of `rows`, or to None. A view would keep a whole gradient in memory."""
+    sharded = parameter.sharded
+    sharded.grad = None
+    if rows is not None:
+        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone().view(parameter.sharding.shard_shape))
 
 
 def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:

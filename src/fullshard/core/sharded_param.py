@@ -106,6 +106,10 @@ class WriteGuard(Protocol):
         """Record `action`, a write of the caller to the shard, so that ranks can compare their writes."""
         ...
 
+    def move_shard(self) -> None:
+        """Copy the flat shard into new memory, so that other tensors over the old memory keep their values."""
+        ...
+
 
 class ShardedParameter:
     """One parameter of a unit: sharded parameter, unsharded parameter, and the slots where one of them is registered.
@@ -220,6 +224,8 @@ class ShardedParameter:
         """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
+        if local is not self.local:
+            self.write_count += 1 + self.local._version  # so that the sum in `shard_versions` never returns to an old value
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
             # Dtype and device of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the object that
@@ -260,7 +266,7 @@ class ShardedParameter:
             self.write_guard.note_write(self, action)
 
     def assign(self, value: Tensor) -> None:
-        """Copy `value` into the shard, for `.data = value`. Raise StateError if its dtype or shape does not fit."""
+        """Replace the shard's values, for `.data = value`. Raise StateError if dtype or shape of `value` does not fit."""
         if value.dtype != self.local.dtype:
             raise StateError(
                 f"Expected .data of {self.local.dtype} for parameter '{self.name}', got {value.dtype}. Cast the model with "
@@ -268,9 +274,21 @@ class ShardedParameter:
             )
         rows = self.sharding.rows_of(value.detach(), name=self.name, what="the new .data")
         self.wait_for_readers()
+        self.replace_values(rows)
+        self.note_write("assignment to .data")
+
+    def replace_values(self, rows: Tensor) -> None:
+        """Copy `rows` (sharding.shard_shape) into the shard, but not into other tensors that share its memory.
+
+        So `old = p.data; p.data = new` and `old = state_dict(); load_state_dict(new, assign=True)` leave `old` unchanged, as
+        with plain parameters.
+        """
+        if rows.data_ptr() == self.local.data_ptr() and rows.stride() == self.local.stride():
+            return
+        if self.write_guard is not None and _torch.has_aliases(self.local):
+            self.write_guard.move_shard()
         with torch.no_grad():
             self.local.copy_(rows)
-        self.note_write("assignment to .data")
 
     def slice(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a plain tensor with the parameter's shape."""

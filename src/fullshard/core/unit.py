@@ -23,7 +23,7 @@ from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
 from fullshard.core.replicas import check_replicas
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
-from fullshard.core.shard_values import read_slots
+from fullshard.core.shard_values import gradients_of_assigned, read_slots, set_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.uninitialized import UninitializedTensors
 from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
@@ -446,18 +446,22 @@ class Unit:
             )
         if not fits:
             self.check_delivered(doing="a change of dtype, device or grad_dtype")
+        grads = gradients_of_assigned(self.parameters)
         for parameter in self.parameters:
             parameter.restore_sharded()
         for parameter, value in changed:
             parameter.adopt_grad_dtype(value)
-        if not fits:
+        if fits:
+            # Groups do not change with requires_grad: what is communicated must not depend on the state of one rank.
+            found = dict(zip(map(id, self.parameters), values))
+            with torch.no_grad():
+                for group in self.groups:
+                    group.adopt_values([found[id(parameter)] for parameter in group.parameters])
+        else:
             self.invalidate_unsharded()
-            return self.rebuild_groups(values, unwritten)
-        # Groups do not change with requires_grad: what is communicated must not depend on the state of one rank.
-        found = dict(zip(map(id, self.parameters), values))
-        with torch.no_grad():
-            for group in self.groups:
-                group.adopt_values([found[id(parameter)] for parameter in group.parameters])
+            self.rebuild_groups(values, unwritten)
+        for parameter, rows in grads:
+            set_gradient(parameter, rows)
 
     # --- public calls; those that may be illegal check that first ---
     # Callers obtain the unit from `require_unit` or `units_of`, which start over after an interrupt.
@@ -827,6 +831,12 @@ class StepCheck:
             subject = f"{unit.global_id} {parameter.name} {action}"
             fingerprint = Fingerprint(unit.unit_name, f"{action} of '{parameter.name}'", subject)
             unit.runtime.log_write(unit.runtime.communicator.log_of(parameter.sharding.axis), fingerprint)
+
+    def move_shard(self) -> None:
+        """Copy the flat shard into new memory, so that other tensors over the old memory keep their values."""
+        group = self._group()
+        if group is not None:
+            group.move_shard()
 
 
 __all__ = [

@@ -228,6 +228,11 @@ class CustomMemoryAllGather(AllGather):
         return self._collectives.gatherer([staging], [chunk])()
 
 
+def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
+    """Return the storage of `tensor`, and its size in bytes."""
+    return tensor.untyped_storage(), tensor.untyped_storage().size()
+
+
 class FlatBuffer:
     """The unsharded buffer of a group with a flat shard: the all-gather output.
 
@@ -260,16 +265,28 @@ class FlatBuffer:
         self._plan_custom: Callable[[], AllGather] | None = None
         # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
         self._custom_gather: AllGather | None = None
-        # The all-gather over all ranks.
-        self._gather = self._plan(layout, dtypes, collectives, storage, shard)
+        self._planned_for = (layout, dtypes, collectives, storage)
+        self._gather = self._plan(*self._planned_for, shard)  # the all-gather over all ranks
         self._subgroup = collectives.subgroup
         # The all-gather among the k ranks of `reshard_after_forward=k`, valid once: for the shards that forward computed with.
         self._subgroup_gather: AllGather | None = None
         # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
         self._subgroup_shard: Tensor | None = None
         # Each storage with its full size, to allocate and free it by resize_. The first one is that of `flat`.
-        self._storages = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in (self.flat, *self._staging)]
+        self._storages = [_sized(self.flat), *map(_sized, self._staging)]
         self.free()
+
+    def gather_from(self, shard: Tensor) -> None:
+        """All-gather from now on from `shard`, the flat shard in new memory."""
+        (storage, nbytes), was_freed = self._storages[0], not self.memory
+        if was_freed:
+            storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
+        self._staging, self._custom_gather = [], None
+        self._gather = self._plan(*self._planned_for, shard)
+        self._storages[1:] = map(_sized, self._staging)
+        self.release_staging()
+        if was_freed:
+            storage.resize_(0)
 
     def _plan(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
