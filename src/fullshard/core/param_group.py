@@ -46,6 +46,7 @@ class ParamGroup:
         is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
         installed: whether the unsharded parameters are registered on the modules.
+        written: an unsharded parameter that was written while it was last on the modules, for `Unit.post_forward`; or None.
     """
 
     extension = False
@@ -81,6 +82,7 @@ class ParamGroup:
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
         self.installed = False
+        self.written: ShardedParameter | None = None
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: FlatBuffer | ExtensionBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
@@ -235,9 +237,11 @@ class ParamGroup:
         if self.installed:
             return
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
+        self.written = None
         for parameter in self.parameters:
             unsharded = parameter.unsharded
             assert unsharded is not None
+            parameter.installed = (unsharded._version, unsharded.data_ptr())
             if unsharded.requires_grad is not parameter.sharded.requires_grad:
                 unsharded.requires_grad_(parameter.sharded.requires_grad)
             for slot in parameter.slots:
@@ -259,6 +263,8 @@ class ParamGroup:
             unsharded, sharded = parameter.unsharded, parameter.sharded
             if unsharded is None:
                 continue
+            if parameter.installed != (unsharded._version, unsharded.data_ptr()):
+                self.written = parameter
             for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is unsharded:
                     if slot.uses_setattr:

@@ -129,6 +129,7 @@ class ShardedParameter:
         write_guard: the unit's check before writes to the shard; None before the unit is complete.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
+        installed: version and address of the unsharded parameter when it was put on the modules; another one is a write.
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
@@ -137,6 +138,7 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_exposed",
+        "installed",
         "exposed_grad",
         "grad_dtype",
         "keeps_dtype",
@@ -185,6 +187,7 @@ class ShardedParameter:
         self.unit_name = UnitName("")
         # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
         self._exposed: tuple[int, int] | None = None
+        self.installed = (0, 0)
         if sharded is None:
             self.local: Tensor = sharding.slice(to_local(original.detach()))
             sharded = as_parameter(_torch.dtensor(_torch.as_own_storage(self.local), self.spec), original.requires_grad)
@@ -343,6 +346,7 @@ class ShardedParameter:
         with torch.no_grad():
             self.local.copy_(self.sharding.slice(to_local(unsharded.detach())))
         self.note_write()
+        self.installed = (unsharded._version, unsharded.data_ptr())
 
     def check_unwritten(self) -> None:
         """Raise StateError if the unsharded parameter was written after `note_version`. Call this before it is freed."""

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -253,6 +253,9 @@ class Unit:
         if record.residency is Residency.FULL and not record.is_pinned and not scheduler.is_running(number):
             self.uninstall()
         runtime.run(ended.actions)
+        for group in self.groups:
+            if group.written is not None and not failed:
+                self._refuse_write_in_forward(group)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
@@ -265,6 +268,18 @@ class Unit:
         # Without a unit around it nothing else would end it, so each module is a forward of its own.
         done = self.progress.is_list_done(module, self.runtime.outermost_forwards) and not self.progress.runs_around(module)
         return done or self.runtime.scheduler.outermost() == self.record.number
+
+    def _refuse_write_in_forward(self, group: ParamGroup) -> NoReturn:
+        """Raise StateError for a parameter that this forward wrote. Each rank would write another value, and lose it."""
+        parameter = group.written
+        assert parameter is not None
+        self.runtime.run(self.runtime.scheduler.reshard(self.number))
+        group.drop_unsharded()  # after `.data = value` the parameter is no longer in the buffer
+        raise StateError(
+            f"Parameter '{parameter.name}' was written in the forward of unit '{self.name}' (as nn.Embedding(max_norm=) does), "
+            "where it is a copy that is freed after forward: the write was lost. Write to it outside of forward, in `with "
+            "fullshard.full_params(module):` or to its shard."
+        )
 
     def _report_exception(self) -> None:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""
