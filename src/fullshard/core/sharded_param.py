@@ -138,9 +138,9 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_exposed",
-        "installed",
         "exposed_grad",
         "grad_dtype",
+        "installed",
         "keeps_dtype",
         "local",
         "local_grad",

@@ -620,13 +620,19 @@ class Unit:
         self.record.configure(self.options, nbytes=sum(group.unsharded_nbytes for group in self.groups))
         self.runtime.note_kept(self, self.options.states.keeps_parameters)
 
-    def reconfigure(self, *, doing: str, **changes: object) -> None:
-        """Change options that the groups depend on, and build the groups again.
-
-        Raises StateError during forward or backward.
-        """
-        self.ensure_sharded(doing=doing)
+    def check_rebuildable(self, *, doing: str) -> None:
+        """Raise StateError inside a forward or backward, or with gradients in flight."""
+        self.check_idle(doing=doing)
         self.check_delivered(doing=doing)
+
+    def reconfigure(self, *, doing: str, **changes: object) -> None:
+        """Change options that the groups depend on, and build the groups again. Gradients kept by `accumulate()` stay.
+
+        Call `check_rebuildable` of all units before the first one changes. Groups of ranks that build them differently have
+        other fingerprints, so all ranks raise at the next all-gather. Raises as `check_rebuildable`.
+        """
+        self.check_rebuildable(doing=doing)
+        self.ensure_sharded(doing=doing)
         # Raises for options that are illegal, and creates process groups, before anything changes.
         self.runtime.communicator.collectives.of_axis(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)

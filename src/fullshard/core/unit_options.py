@@ -29,7 +29,8 @@ class UnitOptions:
     manual: bool = False  # the user ends backwards (`finalize_backward`)
     keep_after_backward: bool = False
 
-    # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again.
+    # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Everything else
+    # reads them here at each use, so there is nothing more to update.
     mp: MixedPrecisionPolicy
     comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
     checks: CheckPolicy  # the groups copy `poison`; `configure` changes the others

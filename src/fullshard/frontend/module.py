@@ -334,11 +334,14 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             (unit, *parse_reshard_after_forward(reshard_after_forward, unit.axis.ranks, unit.options.states))
             for unit in units_of(self, _check_bool("recurse", recurse))
         ]
+        doing = "set_reshard_after_forward()"
+        for unit, _, size in parsed:
+            if size != unit.options.subgroup_size:
+                unit.check_rebuildable(doing=doing)
         for unit, policy, size in parsed:
             if size == unit.options.subgroup_size:
                 unit.configure(keep_after_forward=policy)
             else:
-                doing = "set_reshard_after_forward()"
                 unit.reconfigure(doing=doing, keep_after_forward=policy, subgroup_size=size)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -479,9 +482,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if an argument is neither True nor False.
             StateError: inside a forward or backward.
         """
-        separate = _check_bool("enable", enable)
-        for unit in units_of(self, _check_bool("recurse", recurse)):
-            unit.reconfigure(doing="set_separate_reduce_scatter_group()", separate_reduce=separate)
+        separate, doing = _check_bool("enable", enable), "set_separate_reduce_scatter_group()"
+        units = units_of(self, _check_bool("recurse", recurse))
+        for unit in units:
+            unit.check_rebuildable(doing=doing)
+        for unit in units:
+            unit.reconfigure(doing=doing, separate_reduce=separate)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
         """Set a hook that is called with each reduced flat gradient of this unit, once per parameter group.
