@@ -839,6 +839,46 @@ def test_a_step_that_one_rank_skips_is_named_also_after_groups_were_made_anew(wo
     assert fullshard.any_failed(world.mesh, caught.value)
 
 
+@pytest.mark.proves("32j")
+@ranks(2, 3)
+def test_ranks_that_stepped_before_the_step_failed_are_told_behind_any_failed(world: World) -> None:
+    """Rank 1 fails between backward and step, and the others step. Their weights belong to different steps, also behind the vote."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x, error = torch.randn(2, 4), None
+    alone(model, optimizer, x)
+    saved = {name: full(p).clone() for name, p in model.named_parameters()}
+
+    def raises(*_: Any) -> None:
+        raise ValueError("no learning rate")
+
+    hook = optimizer.register_step_pre_hook(raises) if world.rank == 1 else None
+    try:
+        alone(model, optimizer, x)
+    except ValueError as caught:
+        error = caught
+    if hook is not None:
+        hook.remove()
+    assert fullshard.any_failed(world.mesh, error)
+    others = ("rank 0", "ranks 0 and 2", "rank 2")
+    for _ in range(2):  # once more does not help
+        with pytest.raises(StateError) as told:
+            alone(model, optimizer, x)
+        said = str(told.value)
+        assert any(
+            f"{rest} ran any_failed() after 2 steps or writes, the last {STEP.format(0.5)}" in said for rest in others
+        ), said
+        assert f"rank 1 ran any_failed() after 1 step or writes, the last {STEP.format(0.5)}" in said, said
+        assert said.endswith("If weights differ already, load a checkpoint on all ranks.")
+        assert fullshard.any_failed(world.mesh, told.value)
+    model.load_state_dict(saved)
+    for _ in range(2):
+        alone(model, optimizer, x)
+    assert not fullshard.any_failed(world.mesh)
+
+
 # --- the document --------------------------------------------------------------------------------------------------------
 
 

@@ -130,6 +130,23 @@ class ExceptionNote:
         return f"{self.failure or 'an exception'} in {self.place}"
 
 
+class _Writes(NamedTuple):
+    """Writes to shards since the last load."""
+
+    made: int  # number of them
+    digest: int  # equal on ranks that made the same ones
+    last: Fingerprint | None
+
+    def fingerprint(self) -> Fingerprint:
+        """Return one fingerprint for all of them."""
+        text = f"any_failed() after {self.made} step{'s' if self.made != 1 else ''} or writes, the last {self.last}"
+        return Fingerprint(UnitName(""), text, f"writes {self.made} {self.digest}")
+
+
+_NO_WRITES = _Writes(0, 0, None)
+_LOADED = _Writes(0, 1, Fingerprint(UnitName(""), "a load", "load"))
+
+
 class CollectiveLog:
     """Calls of this rank on one set of ranks, in program order. One log has many blocks, one block many calls.
 
@@ -154,6 +171,7 @@ class CollectiveLog:
         "_starting",
         "_unit_ids",
         "_verdicts",
+        "_writes",
         "abort",
         "append",
         "before",
@@ -194,6 +212,7 @@ class CollectiveLog:
         self._verdicts: list[str] = []  # of all threads that closed the log
         self._silent = False  # whether queued collectives that have not started yet (CPU only) must not start
         self._backwards = 0
+        self._writes = _NO_WRITES
         self._unit_ids = itertools.count()
         self.start_epoch(0)
 
@@ -276,6 +295,15 @@ class CollectiveLog:
                 found.append((number, _number(hasher), str(fingerprint)))
         return found
 
+    def note_write(self, fingerprint: Fingerprint) -> None:
+        """Count an optimizer step or another write to shards, so that ranks whose writes differ diverge in the next epoch."""
+        made, digest, _ = self._writes
+        self._writes = _Writes(made + 1, crc32(fingerprint, digest), fingerprint)
+
+    def forget_writes(self) -> None:
+        """Forget the writes so far, since a load begins that gives all ranks the values of a checkpoint."""
+        self._writes = _LOADED
+
     def heartbeat_due(self, every: int) -> bool:
         """Return True if the backward that ends now sends a heartbeat, the small all-reduce that compares the logs.
 
@@ -334,6 +362,19 @@ class CollectiveLog:
         self.desync_error = self._exception = None
         self._backwards = 0
         self._add_block(_Block(0, _hasher(f"{self.name} {self.epoch}"), []), ())
+        if self._writes.last is not None:
+            self.append = self._append_first
+
+    def _append_first(self, fingerprint: Fingerprint) -> None:
+        """Log the first call of an epoch, and before it one that stands for all writes of the epochs before.
+
+        Some ranks may have written before the step failed, and others not. Unless a load comes first, they diverge here.
+        """
+        self.append = self.fingerprints.append
+        if self.desync_error is not None:  # another thread closed the log, see `_add_block`
+            self.append = partial(_raise_verdict, self.desync_error)
+        self.append(self._writes.fingerprint())
+        self.append(fingerprint)
 
 
 class GroupFingerprints(dict[str, Fingerprint]):

@@ -161,10 +161,13 @@ _ADVICE_ON_UNITS = (
 )
 _ADVICE_ON_WRITES = (
     "All ranks must make the same optimizer steps, loads and writes to their shards. Make them on all ranks, or change full "
-    "parameters in fullshard.full_params(). Register hooks on parameters on all ranks or on none."
+    "parameters in fullshard.full_params(). Register hooks on parameters on all ranks or on none. If weights differ already, "
+    "load a checkpoint on all ranks."
 )
 # texts of steps and writes, such as "mul_() of 'weight' of 'layers.0'"
-_WRITES = re.compile(r"\.step\(\) of |load_state_dict\(\)|\w+\(\) of '[^']*' of '|assignment to|added to the gradients")
+_WRITES = re.compile(
+    r"\.step\(\) of |load_state_dict\(\)|\w+\(\) of '[^']*' of '|assignment to|any_failed\(\) after|added to the gradients"
+)
 
 
 def diverged_text(number: int, calls: Mapping[str, Sequence[int]]) -> str:

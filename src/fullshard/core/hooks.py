@@ -204,6 +204,7 @@ class StateHooks:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="load_state_dict()")
+        self._unit.forget_writes()
         plain = self._unit.exposure.plain  # inside full_params(), full tensors are copied into the plain Parameters
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))

@@ -393,16 +393,13 @@ class Runtime:
         """Record in the log that the user or an optimizer wrote to shards.
 
         Writes in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
-        those of other threads. Nor is anything once ranks have diverged, when recording raises: the write has happened already,
-        and the next collective raises anyway.
+        those of other threads. Once ranks have diverged, a write is only counted for the next epoch, since recording raises:
+        the write has happened already, and the next collective raises anyway.
         """
-        if (
-            log.desync_error is None
-            and self.reducer.decided is None
-            and _torch.current_graph_task() == -1
-            and self.is_own_thread()
-        ):
-            log.append(fingerprint)
+        if self.reducer.decided is None and _torch.current_graph_task() == -1 and self.is_own_thread():
+            if log.desync_error is None:
+                log.append(fingerprint)
+            log.note_write(fingerprint)
 
     # --- after an exception ---
 

@@ -603,6 +603,11 @@ class Unit:
         subject = f"{self.global_id} {doing}"
         return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject, shards=shards)
 
+    def forget_writes(self) -> None:
+        """Forget the writes before a checkpoint is loaded: some ranks may have made others before a step that failed."""
+        for group in self.groups:
+            group.fingerprints.log.forget_writes()
+
     def log_write(self, action: str) -> None:
         """Record in the logs that the user did `action` to the unit's shards, as all ranks must."""
         logs = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}  # the first group of each log

@@ -117,7 +117,8 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
 
     If a rank failed, all ranks reset the step: unsharded parameters are freed, and gradients that are not in a `.grad` yet
     (reductions in flight, or accumulated gradients) are discarded. The next forward starts from a clean state. A `.grad` that
-    was set before remains until `zero_grad()`.
+    was set before remains until `zero_grad()`. Weights stay as they are: if only some ranks have stepped, or written to their
+    shards, the next forward raises on all ranks, until a checkpoint is loaded.
 
     With gloo, ranks may fail at different points: a rank that waits for a rank that is already in `any_failed` raises
     StateError at its current point, and can then call `any_failed` too. With nccl that rank raises as well, but its process

@@ -144,6 +144,8 @@ def load_weights(
     """
     began = time.perf_counter()
     tensors = tensors_of(model, prepare=reshard_for("load_weights()"))
+    for unit in tensors.units:
+        unit.forget_writes()
     group = tensors.agreement("load_weights()")
     group.run(partial(_check, strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas))
     group.run(partial(check_progress, progress))
