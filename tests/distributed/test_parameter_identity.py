@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import weakref
 from typing import Any
 
@@ -483,3 +484,44 @@ def test_a_parameter_written_in_forward_is_refused_by_name(world: World, how: st
     for m in (model, plain):
         square(m(tokens)).backward()
     assert_same_grads(model, plain)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@ranks(2)
+def test_a_model_and_its_optimizer_that_are_copied_together_train_together(world: World, first: str, how: str) -> None:
+    """The optimizer of the copy held other parameters, so the copy did not train."""
+    model = shard_stack(Stack(1), world.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train(m: nn.Module, o: torch.optim.Optimizer) -> None:
+        square(m(world.mine(batch(0)))).backward()
+        o.step()
+        o.zero_grad()
+
+    train(model, optimizer)
+    both = (model, optimizer) if first == "model" else (optimizer, model)
+    if how == "deepcopy":
+        made = copy.deepcopy(both)
+    else:
+        file = io.BytesIO()
+        torch.save(both, file)
+        file.seek(0)
+        made = torch.load(file, weights_only=False)
+    copied_model, copied_optimizer = made if first == "model" else made[::-1]
+    train(model, optimizer)
+    train(copied_model, copied_optimizer)
+    assert all(mine is not theirs for mine, theirs in zip(copied_model.parameters(), model.parameters()))
+    for mine, theirs in zip(copied_model.parameters(), model.parameters()):
+        assert type(mine) is type(theirs) and torch.equal(full(mine), full(theirs))
+
+
+@ranks(2)
+def test_pickles_of_sharded_parameters_are_read_without_fullshard(world: World) -> None:
+    model = shard_stack(Stack(1), world.mesh)
+    file = io.BytesIO()
+    torch.save(dict(model.named_parameters()), file)
+    assert b"fullshard" not in file.getvalue()
+    file.seek(0)
+    for (name, kept), read in zip(model.named_parameters(), torch.load(file, weights_only=False).values()):
+        assert isinstance(read, nn.Parameter) and torch.equal(full(read), full(kept)), name

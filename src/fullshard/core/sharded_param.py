@@ -192,6 +192,7 @@ class ShardedParameter:
             self.local: Tensor = sharding.slice(to_local(original.detach()))
             sharded = as_parameter(_torch.dtensor(_torch.as_own_storage(self.local), self.spec), original.requires_grad)
         else:
+            sharded = as_parameter(sharded, sharded.requires_grad)  # type: ignore[arg-type]
             self.local = to_local(sharded)
         self.sharded = sharded
 

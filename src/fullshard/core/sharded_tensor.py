@@ -139,7 +139,15 @@ class ShardedDTensor(DTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_dtensor(self, DTensor.__reduce_ex__, protocol)
+        """Pickle a DTensor over a copy of the shard.
+
+        It can be read without fullshard, and a pickle that puts tensors in shared memory, as for another process, does not
+        take the memory of the shard.
+        """
+        made: Any = _torch.dtensor(_torch.local_tensor(self).detach().clone(), _torch.spec_of(self))
+        made.requires_grad_(self.requires_grad)
+        made.__dict__.update((key, value) for key, value in self.__dict__.items() if not key.startswith("_fullshard"))
+        return DTensor.__reduce_ex__(made, protocol)
 
 
 def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:

@@ -104,10 +104,16 @@ class ShardedSnapshot:
 def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
     """Return a snapshot of `root`, with copies of its modules.
 
-    `memo` is that of copy.deepcopy; afterwards it maps the ids of the modules to their copies. Raises StateError inside a
-    forward or backward of a unit, or if a unit also has modules outside of `root`.
+    Args:
+        root: a sharded module.
+        unwrap_class: maps the sharded class of a module back to its own.
+        memo: that of copy.deepcopy; afterwards it maps the ids of modules and sharded parameters to their copies. None to
+            pickle the snapshot: it then has the sharded parameters themselves, as an optimizer in the same pickle has.
+
+    Raises:
+        StateError: inside a forward or backward of a unit, or if a unit also has modules outside of `root`.
     """
-    memo = {} if memo is None else memo
+    pickles, memo = memo is None, {} if memo is None else memo
     modules = list(root.modules())
     inside = {id(module) for module in modules}
     units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
@@ -123,7 +129,10 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
                 )
         memo[id(unit)] = None  # keeps deepcopy from copying the unit with its process groups and buffers
         for parameter in unit.parameters:
-            memo[id(parameter.sharded)] = clone_shard(parameter)
+            if pickles:
+                memo[id(parameter.sharded)] = parameter.sharded
+            elif id(parameter.sharded) not in memo:  # else an optimizer was copied before the model
+                memo[id(parameter.sharded)] = clone_shard(parameter)
     has_sharded_class = [any(unwrap_class(type(module)) is not type(module) for module in unit.modules) for unit in units]
     with with_original_classes(units, unwrap_class):
         plain = copy.deepcopy(root, memo)
