@@ -528,6 +528,11 @@ class ParamGroup:
             unsharded = parameter.unsharded
             grad = None if unsharded is None else unsharded.grad
             if grad is not None:
+                if grad.layout is not torch.strided:
+                    raise StateError(
+                        f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got one "
+                        f"with layout {grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
+                    )
                 unsharded.grad = None  # type: ignore[union-attr]
                 found = True
                 if not parameter.sharding.is_plain:

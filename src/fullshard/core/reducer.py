@@ -211,11 +211,19 @@ class GradientReducer:
         """Raise StateError if gradients of a group are not in `.grad` yet, where an optimizer reads them."""
         for parameter in group.parameters:
             if parameter.local_grad is not None:
+                remedy = (
+                    "Run the last backward of the step outside of accumulate(), or after set_requires_gradient_sync(True)"
+                    f"{' and set_is_last_backward(True)' * unit.options.states.keeps_gradients}"
+                    f"{', and call finalize_backward()' * unit.options.manual}."
+                )
+                if not group.trainable:
+                    remedy = (
+                        "Its parameters were frozen since, so no backward reduces it. Freeze them between two steps, or call "
+                        "model.zero_grad() to discard the gradient."
+                    )
                 raise StateError(
                     f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
-                    "on each rank. Run the last backward of the step outside of accumulate(), or after "
-                    f"set_requires_gradient_sync(True){' and set_is_last_backward(True)' * unit.options.states.keeps_gradients}"
-                    f"{', and call finalize_backward()' * unit.options.manual}."
+                    f"on each rank. {remedy}"
                 )
         if group.grads.deferred is not None:
             raise StateError(
