@@ -225,7 +225,9 @@ def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
         square(model(batch(0))).backward()
     model.blocks[0].requires_grad_(False)
     square(model(batch(0))).backward()
-    with pytest.raises(StateError, match=r"only kept on each rank\. Its parameters were frozen since, .* or call model.zero_grad"):
+    with pytest.raises(
+        StateError, match=r"only kept on each rank\. Its parameters were frozen since, .* or call model.zero_grad"
+    ):
         optimizer.step()
     model.zero_grad()
     optimizer.step()
@@ -242,7 +244,9 @@ def test_an_optimizer_at_a_wrong_moment(world: World) -> None:
 @ranks(2)
 def test_a_sparse_gradient_is_refused_by_name(world: World) -> None:
     model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh=world.mesh)
-    with pytest.raises(StateError, match=r"dense gradient of parameter '0.weight' of unit 'Sequential', got .* torch.sparse_coo"):
+    with pytest.raises(
+        StateError, match=r"dense gradient of parameter '0.weight' of unit 'Sequential', got .* torch.sparse_coo"
+    ):
         model(torch.tensor([[1, 2]])).sum().backward()
     model[0].sparse = False
     with pytest.warns(UserWarning, match="The last backward raised"):

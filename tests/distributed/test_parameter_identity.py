@@ -517,6 +517,14 @@ def test_a_model_and_its_optimizer_that_are_copied_together_train_together(world
 
 
 @ranks(2)
+def test_a_parameter_of_before_sharding_prints_as_the_sharded_one(world: World) -> None:
+    model = nn.Linear(4, 4)
+    weight = model.weight
+    fully_shard(model, mesh=world.mesh)
+    assert repr(weight) == str(weight) == repr(model.weight)
+
+
+@ranks(2)
 def test_pickles_of_sharded_parameters_are_read_without_fullshard(world: World) -> None:
     model = shard_stack(Stack(1), world.mesh)
     file = io.BytesIO()

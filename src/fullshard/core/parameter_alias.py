@@ -39,6 +39,9 @@ class ParameterAlias(nn.Parameter):
         to_sharded = "hook" in name or (name.endswith("_") and not name.endswith("__"))
         return func(*_resolve(args, to_sharded), **_resolve(kwargs or {}, to_sharded))
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(replacement_of(self))
+
     def __deepcopy__(self, memo: Any) -> Any:
         memo[id(self)] = made = copy.deepcopy(replacement_of(self), memo)
         return made
