@@ -530,8 +530,8 @@ class ParamGroup:
             if grad is not None:
                 if grad.layout is not torch.strided:
                     raise StateError(
-                        f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got one "
-                        f"with layout {grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
+                        f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got "
+                        f"layout {grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
                     )
                 unsharded.grad = None  # type: ignore[union-attr]
                 found = True
