@@ -71,7 +71,9 @@ class Drive:
         self.find_desync = False  # at some earlier step ranks differed, and any_failed() did not say so
         self.stopped = False
         self.shifted = False  # a rank takes its steps while another takes the next ones: right for all they know
-        self.written: list[list[str]] = [[] for _ in range(world.size)]  # what each rank did to its shards
+        self.written: list[list[str]] = [[] for _ in range(world.size)]  # what each rank did to its shards since any_failed()
+        self.carried: list[list[str]] = [[] for _ in range(world.size)]  # and before, since its last load
+        self.done: list[str] = []  # what this rank has done to its shards since its last load
         self.apart = False  # ranks did different things to their shards
         self.keeps = program.hops or any(node.part.level != "ZERO3" for node in self.nodes)
         self.owed = False  # this rank got no gradients where the others expect some: somebody must say so
@@ -84,12 +86,27 @@ class Drive:
                 break
         failed = self.agree(error if self.stopped else None, self.program.anew)
         self.report.steps.append((str(error or "") if self.stopped else "", "some", failed))
+        if failed:
+            self.carry()
         if failed or not self.find_desync:
             self.probe()
         return self.report
 
     def wrong(self, where: str, found: list[str]) -> None:
         self.report.wrong += [] if self.shifted else [f"{where}: {text}" for text in found]
+
+    def carry(self) -> None:
+        """After any_failed() ranks still compare what they wrote before, unless they begin with a load."""
+        for rank, written in enumerate(self.written):
+            history = [*self.carried[rank], *written]
+            loads = [number for number, what in enumerate(history) if what == "load"]
+            self.carried[rank] = history[loads[-1] :] if loads else history
+            written.clear()
+
+    @property
+    def differ(self) -> bool:
+        """Whether ranks did different things to their shards."""
+        return any(each != every[0] for every in (self.written, self.carried) for each in every)
 
     def skips_all(self, fault: Fault | None) -> bool:
         """Whether a rank with this fault runs no module that has parameters, so that it says nothing in the step."""
@@ -128,7 +145,7 @@ class Drive:
         # What is kept from step to step is gathered by ranks that wrote: others compute on, and meet them in reductions.
         kind_meets = step.kind == "train" if self.keeps else step.kind in RUNS
         meets = kind_meets and not is_absent(fault) and not self.shifted
-        self.apart = any(written != self.written[0] for written in self.written)
+        self.apart = self.differ
         apart = meets and self.apart
         error: Exception | None = None
         try:
@@ -137,6 +154,8 @@ class Drive:
         except (Planted, StateError) as caught:
             # Without its frames: on torch 2.11 they keep the hooks of a checkpoint whose function raised.
             error = caught.with_traceback(None)
+        if step.kind in ("update", "load") and error is None and not is_absent(mine):
+            self.done = [step.kind] if step.kind == "load" else [*self.done, step.kind]
         if apart and error is None:
             self.report.wrong.append(f"step {number}: ranks wrote {self.written} to their shards, and nobody noticed")
         if script.fired and error is None:
@@ -162,11 +181,14 @@ class Drive:
         if step.kind == "load":
             reference.load(number, [not is_absent(f) for f in faults])
         if step.kind in ("update", "load"):
-            for written, f in zip(self.written, faults):
-                written += [step.kind] * (f is None or f.what not in ("absent", "optimizer"))
+            for rank, f in enumerate(faults):
+                if f is None or f.what not in ("absent", "optimizer"):
+                    if step.kind == "load" and not self.written[rank]:
+                        self.carried[rank] = ["load"]
+                    self.written[rank].append(step.kind)
         if step.kind == "freeze":
             self.freeze(step)
-        self.find_desync = self.find_desync or one_sided
+        self.find_desync = self.find_desync or one_sided or apart
         raises = fault is not None and fault.what not in (*ORDERS, "absent")
         failed = self.agree(error) if self.program.together else None
         who = "some" if self.find_desync else "all" if raises else "nobody"
@@ -176,7 +198,7 @@ class Drive:
             reference.zero([True] * size)
         if failed:
             self.find_desync = False
-            self.written = [[] for _ in range(size)]
+            self.carry()
         self.stopped = failed is None and error is not None and self.find_desync
         return error
 
@@ -219,6 +241,9 @@ class Drive:
         self.wrong("at the end", reference.check(self.sharded, grads=False))
         self.shifted = False
         self.sharded.zero_grad()
+        done = exchange(self.world, self.done)
+        if any(theirs != self.done for theirs in done):
+            self.sharded.load_state_dict(self.reference.values(77), strict=False)
         found = dict(self.sharded.named_parameters())
         every = exchange(self.world, {name: local(parameter) for name, parameter in found.items()})
         if any(isinstance(theirs, Report) for theirs in every):

@@ -591,8 +591,8 @@ def test_tied_weights_load_by_assignment(world: World) -> None:
     with torch.no_grad():
         source[0].weight.fill_(3.0)
     fully_shard(model, mesh=world.mesh)
-    for state in (source.state_dict(), model.state_dict()):
-        model.load_state_dict(state, assign=True)
+    for loaded in (source, model):
+        model.load_state_dict(loaded.state_dict(), assign=True)
         assert model[0].weight is model[1].weight
         assert model[0].weight.full_tensor().eq(3.0).all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "newton_schulz",
     "on_optimizer_step",
     "register_first_step_post_hook",
+    "run_optimizer_uncompiled",
     "scalar_of",
     "step_muon",
     "unscale_and_check",
@@ -97,6 +98,15 @@ def have_listed_by_itself(optimizer: Optimizer) -> None:
     """Undo `have_listed_by`."""
     optimizer.__dict__.pop("_init_group", None)
     optimizer._optimizer_step_post_hooks.pop(_FIRST, None)
+
+
+def run_optimizer_uncompiled() -> NoReturn:
+    """Let dynamo run `_init_group`, which it called while it traces a step, with the step and uncompiled."""
+    # Private: dynamo calls `_init_group` once and keeps what it listed, unless this exception tells it that it cannot. If the
+    # exception gets another name, this raises ImportError, and compiled steps of Muon raise.
+    from torch._dynamo.variables.optimizer import ArgMappingException
+
+    raise ArgMappingException
 
 
 def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> Undo:

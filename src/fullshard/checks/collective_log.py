@@ -131,7 +131,7 @@ class ExceptionNote:
 
 
 class _Writes(NamedTuple):
-    """Writes to shards since the last load."""
+    """Writes to shards since a checkpoint was loaded, or since a unit was created."""
 
     made: int  # number of them
     digest: int  # equal on ranks that made the same ones
@@ -144,7 +144,7 @@ class _Writes(NamedTuple):
 
 
 _NO_WRITES = _Writes(0, 0, None)
-_LOADED = _Writes(0, 1, Fingerprint(UnitName(""), "a load", "load"))
+_FRESH = _Writes(0, 1, Fingerprint(UnitName(""), "a load or fully_shard()", "load"))
 
 
 class CollectiveLog:
@@ -301,8 +301,8 @@ class CollectiveLog:
         self._writes = _Writes(made + 1, crc32(fingerprint, digest), fingerprint)
 
     def forget_writes(self) -> None:
-        """Forget the writes so far, since a load begins that gives all ranks the values of a checkpoint."""
-        self._writes = _LOADED
+        """Forget the writes so far: a checkpoint is about to be loaded, or a unit to be created, on all ranks."""
+        self._writes = _FRESH
 
     def heartbeat_due(self, every: int) -> bool:
         """Return True if the backward that ends now sends a heartbeat, the small all-reduce that compares the logs.

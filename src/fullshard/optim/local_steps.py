@@ -71,13 +71,15 @@ class LocalStep:
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
         """Fill `lists` with the local tensors of the parameters, gradients and states of a group, as `_init_group` does."""
         optimizer: Any = self._optimizer()
+        if torch.compiler.is_compiling():
+            return _torch.list_tensors(optimizer, group, *lists)
         cached = self._cached.get(id(group))
         listed_anew = False
         if cached is None or not cached.fill(group, optimizer.state, lists):
             listed_anew = True
             result = _torch.list_tensors(optimizer, group, *lists)
             specs = [*map(_torch.specs_of, lists)]
-            if group.get("differentiable") or torch.compiler.is_compiling() or not _have_equal_placements(lists, specs):
+            if group.get("differentiable") or not _have_equal_placements(lists, specs):
                 return result
             cached = self._cached[id(group)] = _CachedLists(group, optimizer.state, lists, specs, result)
             for tensors in lists:

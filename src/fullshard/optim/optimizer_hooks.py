@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -219,7 +219,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         splits.check_sharded(f"{type(optimizer).__name__}.step()")
     if cache.lister is not None:
         cache.lister.begin_step(optimizer)
-        _torch.have_listed_by(optimizer, cache.lister, cache.lister.end_step)
+        lists: Callable[..., Any] = cache.lister
+        end_step: Callable[..., None] = cache.lister.end_step
+        if isinstance(lists, MuonStep):  # a compiled step must not trace its messages, nor leave them out the second time
+            lists, end_step = _torch.disable_tracing(lists.__call__), _torch.disable_tracing(end_step)
+        _torch.have_listed_by(optimizer, lists, end_step)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -241,4 +245,5 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def install() -> _torch.Undo:
     """Hook the steps of all optimizers: checks, steps on local shards and by owners, and entries in the collective log."""
-    return _torch.on_optimizer_step(_before_step, _after_step)
+    # dynamo would trace into them if the caller compiles `optimizer.step`
+    return _torch.on_optimizer_step(_torch.disable_tracing(_before_step), _torch.disable_tracing(_after_step))
