@@ -245,8 +245,8 @@ class MixedPrecisionPolicy:
             return that dtype; otherwise return `param_dtype` or None. Inputs are cast to `param_dtype` in any case.
         accumulate_dtype: dtype in which backwards without communication (`model.accumulate()`) sum the gradients that they keep
             on each rank; the sum is cast to the reduce dtype when it is reduced. None is the reduce dtype. With another dtype
-            every reduction copies large gradients, to cast them. Units of `shard_model(full_precision=)` ignore it, as they
-            ignore `reduce_dtype`.
+            every reduction copies large gradients, to cast them. `shard_model(full_precision=)` gives its
+            units a policy without it and without `reduce_dtype`.
 
     Raises:
         ValueError: if a dtype is not a floating-point torch.dtype, or the override is not callable.

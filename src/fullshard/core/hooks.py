@@ -93,8 +93,6 @@ class ForwardHooks:
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._recovery = unit, unit.runtime.recovery
-        mp = unit.options.mp
-        self._input_dtype, self._output_dtype = mp.input_dtype, mp.output_dtype
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Unshard the parameters and cast the inputs before forward."""
@@ -105,9 +103,10 @@ class ForwardHooks:
         except BaseException as failure:
             self._recovery.note_interrupt(failure)
             raise
-        if self._input_dtype is None:
+        mp = self._unit.options.mp
+        if mp.param_dtype is None or not mp.cast_forward_inputs:
             return None
-        return cast_floats(args, self._input_dtype), cast_floats(kwargs, self._input_dtype)
+        return cast_floats(args, mp.param_dtype), cast_floats(kwargs, mp.param_dtype)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
@@ -126,7 +125,8 @@ class ForwardHooks:
         except BaseException as failure:
             self._recovery.note_interrupt(failure)
             raise
-        return output if self._output_dtype is None else cast_floats(output, self._output_dtype)
+        dtype = unit.options.mp.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
 
     def sync_buffers(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Average or broadcast the buffers after a forward that did not raise."""

@@ -31,7 +31,7 @@ class UnitOptions:
 
     # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Everything else
     # reads them here at each use, so there is nothing more to update.
-    mp: MixedPrecisionPolicy
+    mp: MixedPrecisionPolicy  # `hooks.py` reads the dtypes of inputs and outputs at each forward: `configure` changes those
     comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
     checks: CheckPolicy  # the groups copy `poison`; `configure` changes the others
     offload: OffloadPolicy = _NO_OFFLOAD

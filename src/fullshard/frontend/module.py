@@ -480,7 +480,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         Raises:
             ValueError: if an argument is neither True nor False.
-            StateError: inside a forward or backward.
+            StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
         """
         separate, doing = _check_bool("enable", enable), "set_separate_reduce_scatter_group()"
         units = units_of(self, _check_bool("recurse", recurse))
