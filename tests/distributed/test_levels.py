@@ -189,8 +189,8 @@ def test_gathers_behind_the_step_are_in_flight_when_the_next_forward_begins(worl
             for one in (model, reference):
                 square(one(x)).backward()
             found = sent(model, lambda optimizers=optimizers: [optimizer.step() for optimizer in optimizers])
-            # The second optimizer writes to what was gathered behind the first: the unit is gathered again.
-            assert found["all_gather"] == UNITS * len(optimizers)
+            # When a second optimizer steps for the first time, it writes to what was gathered behind the first one.
+            assert found["all_gather"] == UNITS * (2 if len(optimizers) == 2 and number == 0 else 1)
             assert sent(model, lambda: model(x))["all_gather"] == 0
             if len(optimizers) == 1:
                 for parameter in reference.parameters():
