@@ -18,8 +18,7 @@ class UnitOptions:
     """The resolved options of one unit."""
 
     # Read at each event, that is in hooks on modules and on the autograd graph, and in the callback at the end of a backward.
-    # `Unit.configure` changes them, and any field of `comm` and `checks` that the groups do not copy. A change counts from the
-    # next event on, and the scheduler's record of the unit follows.
+    # `Unit.configure` changes them. A change counts from the next event on, and the scheduler's record of the unit follows.
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
