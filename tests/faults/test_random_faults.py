@@ -188,7 +188,7 @@ class Drive:
                     self.written[rank].append(step.kind)
         if step.kind == "freeze":
             self.freeze(step)
-        self.find_desync = self.find_desync or one_sided or apart
+        self.find_desync = self.find_desync or one_sided or self.apart
         raises = fault is not None and fault.what not in (*ORDERS, "absent")
         failed = self.agree(error) if self.program.together else None
         who = "some" if self.find_desync else "all" if raises else "nobody"
