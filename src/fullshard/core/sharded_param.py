@@ -129,7 +129,7 @@ class ShardedParameter:
         write_guard: the unit's check before writes to the shard; None before the unit is complete.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
-        installed: version and address of the unsharded parameter when it was put on the modules; another one is a write.
+        installed: version and address of the unsharded parameter when it was put on the modules. A write changes one of them.
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.

@@ -44,7 +44,7 @@ class Timeline:
         exposed: the seconds that the compute stream waits for collectives, by unit, largest first.
         host: the seconds that the compute stream waits for the host.
         links: the bytes that one rank sends, by kind of link: "inside" a machine, "between" machines, "host".
-        moments: pairs of (seconds, number of changes of the ledger (the memory in use) so far), to draw memory over time.
+        moments: (seconds, number of changes of the memory ledger so far) at the start of each place, to draw memory over time.
 
     Example:
         >>> Timeline((), 1.0, 0.75, {"blocks.0": 0.25}, 0.0, {}, ()).waiting
@@ -114,7 +114,7 @@ def ranks_in_node(message: Message, stream: str, gpu: Gpu, mesh: Mesh) -> int:
     """Return how many ranks of a collective are on one machine."""
     replicas, shards, tensor = mesh
     stride = 1 if stream == "tensor" else tensor  # distance between adjacent ranks of the process group
-    # Replicas of a shard are `shards` apart. A collective of more ranks is that of scalars, which all ranks replicate.
+    # Replicas of a shard are `shards` apart. A larger collective reduces scalars, of which every rank is a replica.
     stride *= shards if stream == "replicate" and message.ranks <= replicas else 1
     return min(message.ranks, max(1, gpu.per_node // stride))
 
