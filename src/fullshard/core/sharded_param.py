@@ -228,7 +228,7 @@ class ShardedParameter:
         """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
-        if local is not self.local:
+        if local is not self.local and self.write_guard is not None:  # not the first one
             self.write_count += 1 + self.local._version  # so that the sum in `shard_versions` never returns to an old value
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
