@@ -192,6 +192,7 @@ from fullshard._torch.optim import (
     register_first_step_post_hook,
     run_optimizer_uncompiled,
     scalar_of,
+    step_may_be_compiled,
     step_muon,
     unscale_and_check,
 )
@@ -368,6 +369,7 @@ __all__ = [
     "specs_of",
     "split_copy",
     "spmd_types_of",
+    "step_may_be_compiled",
     "step_muon",
     "storage_key",
     "store_host",

@@ -139,17 +139,17 @@ def turned_into_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
-def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, DTensorSpec, str]], mark: object) -> None:
-    """Set `.grad` of each sharded parameter to `dtensor(local, spec)`, with `mark` as its attribute `key`.
+def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, Tensor, DTensorSpec, str]], mark: object) -> None:
+    """Set `.grad` of each sharded parameter to `dtensor_like(origin, local, spec)`, with `mark` as its attribute `key`.
 
     Args:
-        gradients: (parameter, local, spec, key) of each parameter.
+        gradients: (parameter, origin, local, spec, key) of each parameter.
         mark: value of the attribute, equal for all gradients of one reduction.
     """
-    # `dtensor` is inlined: this loop runs for every parameter in every backward. The wrapper gets the storage offset of
-    # `local`, as a compiled `optimizer.step` requires.
-    for parameter, local, spec, key in gradients:
-        made = DTensor.__new__(DTensor, local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    # `dtensor_like` is inlined: this loop runs for every parameter in every backward.
+    for parameter, origin, local, spec, key in gradients:
+        made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        made._local_tensor = local
         made.__dict__[key] = mark
         parameter.grad = made
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +30,7 @@ __all__ = [
     "register_first_step_post_hook",
     "run_optimizer_uncompiled",
     "scalar_of",
+    "step_may_be_compiled",
     "step_muon",
     "unscale_and_check",
 ]
@@ -98,6 +102,24 @@ def have_listed_by_itself(optimizer: Optimizer) -> None:
     """Undo `have_listed_by`."""
     optimizer.__dict__.pop("_init_group", None)
     optimizer._optimizer_step_post_hooks.pop(_FIRST, None)
+
+
+def step_may_be_compiled() -> bool:
+    """Return True in a hook of an optimizer's step that is called from a compiled function, or is one itself."""
+    # Private: the function around `step` that runs the hooks, and the file of dynamo whose functions are on the stack around
+    # it. If one of them moves, this returns False, and compiled steps raise an error of dynamo.
+    frame, inside = sys._getframe(1), True
+    while frame is not None:
+        code = frame.f_code
+        inside = inside and code is not _AROUND_STEP
+        if not inside and code.co_filename == _DYNAMO:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_AROUND_STEP: CodeType = Optimizer.profile_hook_step(lambda *_: None).__code__
+_DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 
 
 def run_optimizer_uncompiled() -> NoReturn:

@@ -92,7 +92,10 @@ class GradCommit:
             grad = sharded.grad
             if grad is None:
                 local = flat.as_strided(*view)
-                new.append((sharded, local, parameter.spec if same_dtype else parameter.sharding.spec(flat.dtype), key))
+                if same_dtype:
+                    new.append((sharded, parameter.local, local, parameter.spec, key))
+                else:
+                    new.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
             else:
                 _add(grad, parameter.dtensor_like_shard(flat.as_strided(*view)))
         _torch.set_gradients(new, (plan.views, flat))
@@ -144,8 +147,7 @@ def flat_gradient(group: ParamGroup) -> Tensor | None:
 
 def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
     """Return the reduced gradient `local`, (sharding.shard_shape), after the hooks on the sharded parameter."""
-    fits = local.dtype == parameter.local.dtype
-    gradient: Any = _torch.dtensor(local, parameter.spec if fits else parameter.sharding.spec(local.dtype))
+    gradient: Any = parameter.dtensor_like_shard(local)
     hook: Callable[..., Any]
     for hook in _torch.parameter_hooks(parameter.sharded)[0]:
         changed = hook(gradient)

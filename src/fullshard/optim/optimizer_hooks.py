@@ -206,6 +206,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if optimizer not in _SEEN:
         _warn_once_about(optimizer, has_closure=has_closure)
     sharded = cache.sharded
+    if _torch.step_may_be_compiled():
+        _prepare_tracing([parameter.sharded.grad for parameter in sharded])
     cache.had_grad = {id(parameter) for parameter in sharded if parameter.sharded.grad is not None}
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
@@ -224,6 +226,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if isinstance(lists, MuonStep):  # a compiled step must not trace its messages, nor leave them out the second time
             lists, end_step = _torch.disable_tracing(lists.__call__), _torch.disable_tracing(end_step)
         _torch.have_listed_by(optimizer, lists, end_step)
+
+
+def _prepare_tracing(gradients: Sequence[Any]) -> None:
+    """Let each gradient begin a storage of its own, over the memory that it has in the flat gradient.
+
+    dynamo cannot trace a DTensor whose storage offset differs from that of its local tensor.
+    """
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and _torch.local_tensor(gradient).storage_offset() != gradient.storage_offset():
+            _torch.point_at(gradient, _torch.as_own_storage(_torch.local_tensor(gradient)))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
