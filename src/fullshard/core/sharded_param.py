@@ -334,9 +334,12 @@ class ShardedParameter:
         return exposed is not None and now is not None and exposed != (now._version, now.data_ptr())
 
     def adopt_writes(self) -> None:
-        """Copy writes to the unsharded parameter after `note_version` into the shard. Raise StateError if dtypes differ."""
+        """Copy writes to the unsharded parameter since it was put on the modules into the shard.
+
+        Raises StateError if it is stored in another dtype.
+        """
         unsharded = self.unsharded
-        if not self._is_written() or unsharded is None:
+        if unsharded is None or self.installed == (unsharded._version, unsharded.data_ptr()):
             return
         if unsharded.dtype != self.local.dtype:
             raise StateError(

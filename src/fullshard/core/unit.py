@@ -276,9 +276,9 @@ class Unit:
         self.runtime.run(self.runtime.scheduler.reshard(self.number))
         group.drop_unsharded()  # after `.data = value` the parameter is no longer in the buffer
         raise StateError(
-            f"Parameter '{parameter.name}' was written in the forward of unit '{self.name}' (as nn.Embedding(max_norm=) does), "
-            "where it is a copy that is freed after forward: the write was lost. Write to it outside of forward, in `with "
-            "fullshard.full_params(module):` or to its shard."
+            f"Parameter '{parameter.name}' was written in the forward of unit '{self.name}' (as nn.Embedding(max_norm=) does, "
+            "or flatten_parameters() of an RNN on a GPU), where it is a copy that is freed after forward: the write was lost. "
+            "Write to it outside of forward, in `with fullshard.full_params(module):` or to its shard."
         )
 
     def _report_exception(self) -> None:

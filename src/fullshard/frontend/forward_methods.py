@@ -34,8 +34,6 @@ class LazyUnshard:
         if not unit.shows_full and not unit.runtime.scheduler.is_running(unit.number):
             unit.pre_forward(root)
             self._units.append((unit, root))
-            for parameter in unit.parameters:
-                parameter.note_version()
 
     def leave(self, *, failed: bool) -> list[tuple[Unit, ForwardCall]]:
         """End the forwards of these units, and return their calls that may have a backward, latest first."""
@@ -177,6 +175,9 @@ class Method:
                     hooks.after(module, args, None)
                     raise
                 calls = lazy.leave(failed=False)
+                if not unit.record.is_pinned:  # else reshard() looks for writes
+                    for parameter in unit.parameters:
+                        parameter.adopt_writes()
                 output = hooks.after(module, args, output)
             for below, call in calls:
                 hook_outputs(below, call, output)
