@@ -91,6 +91,7 @@ from fullshard._torch.devices import (
     split_copy,
     storage_key,
     then_order,
+    version_of,
     wait_for_event,
 )
 from fullshard._torch.dispatch import (
@@ -383,6 +384,7 @@ __all__ = [
     "uncounted",
     "unsafe_view",
     "unscale_and_check",
+    "version_of",
     "view_base",
     "wait_for_event",
     "waited",

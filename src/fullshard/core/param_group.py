@@ -46,7 +46,8 @@ class ParamGroup:
         is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
         installed: whether the unsharded parameters are registered on the modules.
-        written: an unsharded parameter that was written while it was last on the modules, for `Unit.post_forward`; or None.
+        unsharded: the unsharded parameters; empty before the first all-gather.
+        seen: versions and addresses of the unsharded parameters when the last forward began. A write changes one of them.
     """
 
     extension = False
@@ -82,7 +83,8 @@ class ParamGroup:
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
         self.installed = False
-        self.written: ShardedParameter | None = None
+        self.unsharded: list[Tensor] = []
+        self.seen: tuple[list[int], list[int]] = ([], [])
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: FlatBuffer | ExtensionBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
@@ -237,11 +239,9 @@ class ParamGroup:
         if self.installed:
             return
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
-        self.written = None
         for parameter in self.parameters:
             unsharded = parameter.unsharded
             assert unsharded is not None
-            parameter.installed = (unsharded._version, unsharded.data_ptr())
             if unsharded.requires_grad is not parameter.sharded.requires_grad:
                 unsharded.requires_grad_(parameter.sharded.requires_grad)
             for slot in parameter.slots:
@@ -263,8 +263,6 @@ class ParamGroup:
             unsharded, sharded = parameter.unsharded, parameter.sharded
             if unsharded is None:
                 continue
-            if parameter.installed != (unsharded._version, unsharded.data_ptr()):
-                self.written = parameter
             for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is unsharded:
                     if slot.uses_setattr:
@@ -286,6 +284,15 @@ class ParamGroup:
                 else:
                     parameter.replace_values(value)
                 parameter.bind_to_flat_shard(parameter.local)
+
+    def see_unsharded(self) -> None:
+        """Record `seen` anew."""
+        self.seen = [*map(_torch.version_of, self.unsharded)], [*map(Tensor.data_ptr, self.unsharded)]
+
+    def written(self) -> list[ShardedParameter]:
+        """Return the parameters whose unsharded ones were written since `seen`."""
+        now = zip(map(_torch.version_of, self.unsharded), map(Tensor.data_ptr, self.unsharded))
+        return [parameter for parameter, was, new in zip(self.parameters, zip(*self.seen), now) if was != new]
 
     def move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.
@@ -325,6 +332,7 @@ class ParamGroup:
             # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
             with torch.inference_mode(False), torch.no_grad():
                 buffer = self._buffer = self._make_unsharded()
+            self.unsharded = [parameter.unsharded for parameter in self.parameters if parameter.unsharded is not None]
             buffer.keep = self._keeps_memory
         versions = self.shard_versions()
         # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
@@ -507,6 +515,7 @@ class ParamGroup:
         # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
         # storage is freed with the last one. The next all-gather creates a new buffer and new unsharded parameters in it.
         self._buffer = self._inner_shard = None
+        self.unsharded = []
         for parameter in self.parameters:
             parameter.unsharded = None
 

@@ -129,7 +129,6 @@ class ShardedParameter:
         write_guard: the unit's check before writes to the shard; None before the unit is complete.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
-        installed: version and address of the unsharded parameter when it was put on the modules. A write changes one of them.
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
@@ -140,7 +139,6 @@ class ShardedParameter:
         "_exposed",
         "exposed_grad",
         "grad_dtype",
-        "installed",
         "keeps_dtype",
         "local",
         "local_grad",
@@ -187,7 +185,6 @@ class ShardedParameter:
         self.unit_name = UnitName("")
         # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
         self._exposed: tuple[int, int] | None = None
-        self.installed = (0, 0)
         if sharded is None:
             self.local: Tensor = sharding.slice(to_local(original.detach()))
             sharded = as_parameter(_torch.dtensor(_torch.as_own_storage(self.local), self.spec), original.requires_grad)
@@ -333,14 +330,10 @@ class ShardedParameter:
         now = self.unsharded
         return exposed is not None and now is not None and exposed != (now._version, now.data_ptr())
 
-    def adopt_writes(self) -> None:
-        """Copy writes to the unsharded parameter since it was put on the modules into the shard.
-
-        Raises StateError if it is stored in another dtype.
-        """
+    def adopt_write(self) -> None:
+        """Copy the unsharded parameter into the shard. Raise StateError if it is stored in another dtype."""
         unsharded = self.unsharded
-        if unsharded is None or self.installed == (unsharded._version, unsharded.data_ptr()):
-            return
+        assert unsharded is not None
         if unsharded.dtype != self.local.dtype:
             raise StateError(
                 f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be written in a registered method: it is "
@@ -350,7 +343,6 @@ class ShardedParameter:
         with torch.no_grad():
             self.local.copy_(self.sharding.slice(to_local(unsharded.detach())))
         self.note_write()
-        self.installed = (unsharded._version, unsharded.data_ptr())
 
     def check_unwritten(self) -> None:
         """Raise StateError if the unsharded parameter was written after `note_version`. Call this before it is freed."""

@@ -168,6 +168,7 @@ class Unit:
         self.progress.begin(module, runtime.scheduler.clock, len(runtime.trace) - 1)
         for group in self.groups:
             group.install()
+            group.seen = [*map(_torch.version_of, group.unsharded)], [*map(Tensor.data_ptr, group.unsharded)]
 
     def _refuse_illegal_forward(self, module: nn.Module) -> None:
         """Raise StateError for a forward that cannot be. End the forward before, if it was cut short without any hook."""
@@ -228,6 +229,10 @@ class Unit:
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if failed:
             self._report_exception()
+        else:
+            for group in self.groups:
+                if group.seen != ([*map(_torch.version_of, group.unsharded)], [*map(Tensor.data_ptr, group.unsharded)]):
+                    self._refuse_writes(module, group)
         # A forward that raised has no backward. Reshard it, or the next forward would compute with these parameters.
         number, grad = record.number, torch.is_grad_enabled() and not failed
         if _torch.current_graph_task() != -1:  # a recomputation: the unit stays unsharded until its gradients are reduced
@@ -253,9 +258,6 @@ class Unit:
         if record.residency is Residency.FULL and not record.is_pinned and not scheduler.is_running(number):
             self.uninstall()
         runtime.run(ended.actions)
-        for group in self.groups:
-            if group.written is not None and not failed:
-                self._refuse_write_in_forward(group)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
@@ -269,17 +271,20 @@ class Unit:
         done = self.progress.is_list_done(module, self.runtime.outermost_forwards) and not self.progress.runs_around(module)
         return done or self.runtime.scheduler.outermost() == self.record.number
 
-    def _refuse_write_in_forward(self, group: ParamGroup) -> NoReturn:
-        """Raise StateError for a parameter that this forward wrote. Each rank would write another value, and lose it."""
-        parameter = group.written
-        assert parameter is not None
-        self.runtime.run(self.runtime.scheduler.reshard(self.number))
-        group.drop_unsharded()  # after `.data = value` the parameter is no longer in the buffer
-        raise StateError(
-            f"Parameter '{parameter.name}' was written in the forward of unit '{self.name}' (as nn.Embedding(max_norm=) does, "
-            "or flatten_parameters() of an RNN on a GPU), where it is a copy that is freed after forward: the write was lost. "
-            "Write to it outside of forward, in `with fullshard.full_params(module):` or to its shard."
-        )
+    def _refuse_writes(self, module: nn.Module, group: ParamGroup) -> NoReturn:
+        """End a forward that wrote to parameters, and raise StateError. Each rank wrote other values, and would lose them."""
+        name = group.written()[0].name
+        try:
+            raise StateError(
+                f"Parameter '{name}' was written in the forward of unit '{self.name}' (as nn.Embedding(max_norm=) does, or "
+                "flatten_parameters() of an RNN on a GPU), where it is a copy that is freed after forward: the write was lost. "
+                "Write to it outside of forward, in `with fullshard.full_params(module):` or to its shard."
+            )
+        except StateError:
+            self.post_forward(module, failed=True)
+            if self.residency is Residency.SHARDED:
+                group.drop_unsharded()  # after `.data = value` the parameter is no longer in the buffer
+            raise
 
     def _report_exception(self) -> None:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""

@@ -20,6 +20,14 @@ from fullshard.core.unit_modules import own_modules, unit_of
 from fullshard.errors import StateError
 
 
+def adopt_writes(unit: Unit) -> None:
+    """Copy into the shards of `unit` what a method wrote to its unsharded parameters."""
+    for group in unit.groups:
+        for parameter in group.written():
+            parameter.adopt_write()
+        group.see_unsharded()
+
+
 class LazyUnshard:
     """Units below the unit of a running method that were unsharded because the method read their parameters directly.
 
@@ -40,8 +48,7 @@ class LazyUnshard:
         calls: list[tuple[Unit, ForwardCall]] = []
         while self._units:
             unit, root = self._units.pop()
-            for parameter in unit.parameters:
-                parameter.adopt_writes()
+            adopt_writes(unit)
             call = unit.post_forward(root, failed=failed)
             if call is not None:
                 calls.append((unit, call))
@@ -176,8 +183,7 @@ class Method:
                     raise
                 calls = lazy.leave(failed=False)
                 if not unit.record.is_pinned:  # else reshard() looks for writes
-                    for parameter in unit.parameters:
-                        parameter.adopt_writes()
+                    adopt_writes(unit)
                 output = hooks.after(module, args, output)
             for below, call in calls:
                 hook_outputs(below, call, output)
