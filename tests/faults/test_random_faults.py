@@ -183,7 +183,7 @@ class Drive:
         if step.kind in ("update", "load"):
             for rank, f in enumerate(faults):
                 if f is None or f.what not in ("absent", "optimizer"):
-                    if step.kind == "load" and not self.written[rank]:
+                    if step.kind == "load":
                         self.carried[rank] = ["load"]
                     self.written[rank].append(step.kind)
         if step.kind == "freeze":

@@ -166,6 +166,7 @@ class CollectiveLog:
         "__weakref__",
         "_backwards",
         "_blocks",
+        "_carries",
         "_exception",
         "_silent",
         "_starting",
@@ -296,7 +297,7 @@ class CollectiveLog:
         return found
 
     def note_write(self, fingerprint: Fingerprint) -> None:
-        """Count an optimizer step or another write to shards, so that ranks whose writes differ diverge in the next epoch."""
+        """Count an optimizer step or another write to shards, for `carry_writes`."""
         made, digest, _ = self._writes
         self._writes = _Writes(made + 1, crc32(fingerprint, digest), fingerprint)
 
@@ -362,19 +363,16 @@ class CollectiveLog:
         self.desync_error = self._exception = None
         self._backwards = 0
         self._add_block(_Block(0, _hasher(f"{self.name} {self.epoch}"), []), ())
-        if self._writes.last is not None:
-            self.append = self._append_first
+        self._carries = self._writes.last is not None
 
-    def _append_first(self, fingerprint: Fingerprint) -> None:
-        """Log the first call of an epoch, and before it one that stands for all writes of the epochs before.
+    def carry_writes(self) -> None:
+        """In the first forward of an epoch, log a call that stands for all writes of the epochs before.
 
         Some ranks may have written before the step failed, and others not. Unless a load comes first, they diverge here.
         """
-        self.append = self.fingerprints.append
-        if self.desync_error is not None:  # another thread closed the log, see `_add_block`
-            self.append = partial(_raise_verdict, self.desync_error)
-        self.append(self._writes.fingerprint())
-        self.append(fingerprint)
+        if self._carries and self.desync_error is None:
+            self._carries = False
+            self.append(self._writes.fingerprint())
 
 
 class GroupFingerprints(dict[str, Fingerprint]):

@@ -237,9 +237,10 @@ class Communicator:
             raise
 
     def roll_blocks(self) -> None:
-        """Let the logs drop old calls. A program without heartbeats would keep all of them otherwise."""
+        """Let the logs drop old calls, which a program without heartbeats would keep, and log writes from before any_failed()."""
         for one in self._logs.values():
             one.log.roll_block()
+            one.log.carry_writes()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
         """Set patience and timeout to the shortest of these check policies, which are those of all units."""
