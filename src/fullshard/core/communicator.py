@@ -237,7 +237,7 @@ class Communicator:
             raise
 
     def roll_blocks(self) -> None:
-        """Let the logs drop old calls, which a program without heartbeats would keep, and log writes from before any_failed()."""
+        """Let the logs drop old calls, which a program without heartbeats would keep, and log writes before any_failed()."""
         for one in self._logs.values():
             one.log.roll_block()
             one.log.carry_writes()
