@@ -20,6 +20,7 @@ __all__ = [
     "disable_tracing",
     "dispatch_modes",
     "functional_collective",
+    "is_tracing",
     "mark_managed",
     "only_writes",
     "operation_name",
@@ -118,6 +119,13 @@ def disable_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
     Wrap once, not per call (0.5 us instead of 6).
     """
     return torch.compiler.disable(fn)
+
+
+def is_tracing() -> bool:
+    """Return True in code that dynamo traces, or runs while it traces."""
+    # Private: `TracingContext`. Before torch 2.13, `is_compiling()` is False in functions that dynamo runs instead of tracing
+    # them, as `Optimizer._init_group`. If it moves, steps raise AttributeError.
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def mark_managed(module: nn.Module) -> None:

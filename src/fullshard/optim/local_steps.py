@@ -71,7 +71,7 @@ class LocalStep:
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
         """Fill `lists` with the local tensors of the parameters, gradients and states of a group, as `_init_group` does."""
         optimizer: Any = self._optimizer()
-        if torch.compiler.is_compiling():
+        if _torch.is_tracing():
             return _torch.list_tensors(optimizer, group, *lists)
         cached = self._cached.get(id(group))
         listed_anew = False

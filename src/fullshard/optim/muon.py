@@ -98,7 +98,7 @@ class MuonStep:
 
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
         """Keep what `_init_group` lists until the end of the step, and leave the lists empty."""
-        if torch.compiler.is_compiling():
+        if _torch.is_tracing():
             _torch.run_optimizer_uncompiled()
         optimizer: Any = self._optimizer()
         self._new += [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
