@@ -9,7 +9,6 @@ from itertools import repeat
 from operator import is_, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
