@@ -54,6 +54,8 @@ ROOMS = (
 
 NOT_THERE = {  # tests, or cases of them
     "compile_compiled_and_eager_agree_and_nothing_is_compiled_again[the whole model]": "one graph more: of what makes tensors there",
+    "errors_a_sparse_gradient_is_refused_by_name": "has no kernels for sparse tensors",
+    "iter_full_options_that_differ_between_ranks_are_refused_on_all": "ranks that part end as gloo ends",
     "fsdp1_wrapper_what_cannot_be_done_is_refused_before_anything_changed": "asks for what the CPU refuses",
     "fsdp1_wrapper_options_that_a_policy_gives_are_checked_before_anything_changed": "asks for what the CPU refuses",
     "fsdp1_wrapper_arguments_of_the_wrong_type_are_named_before_anything_changed": "has a mesh of the CPU in mind",
