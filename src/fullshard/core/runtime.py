@@ -127,6 +127,7 @@ class Runtime:
         """Add a new unit and return its record."""
         self.recovery.recover()  # a backward that raised holds its units, which may be of a model that this one replaces
         self.forget_deleted()
+        self.reducer.poll()  # collectives of a deleted model may hold its memory, which this unit may need
         number = next(self._numbers)
         self._units[number] = unit
         weakref.finalize(unit, self._on_deleted, number)
