@@ -124,7 +124,7 @@ version_of: Callable[[Any], int] = operator.attrgetter("_version")
 
 def has_aliases(tensor: Tensor) -> bool:
     """Return True if other tensors share the storage of `tensor`; False for a wrapper subclass, which has no storage."""
-    # Private: the C++ reference count. Two are those of `tensor` and of the Python object that `untyped_storage()` returns.
+    # Private: the C++ reference count. `tensor` and the Python object of `untyped_storage()` count one each.
     if type(tensor) is not Tensor or tensor.device.type == "meta":
         return False
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2

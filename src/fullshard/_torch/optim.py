@@ -106,8 +106,8 @@ def have_listed_by_itself(optimizer: Optimizer) -> None:
 
 def step_may_be_compiled() -> bool:
     """Return True in a hook of an optimizer's step that is called from a compiled function, or is one itself."""
-    # Private: the function around `step` that runs the hooks, and the file of dynamo whose functions are on the stack around
-    # it. If one of them moves, this returns False, and compiled steps raise an error of dynamo.
+    # Private: the function around `step` that runs the hooks, and dynamo's file on the stack below it. If one of them moves,
+    # this returns False, and dynamo raises in compiled steps.
     frame, inside = sys._getframe(1), True
     while frame is not None:
         code = frame.f_code
@@ -123,9 +123,9 @@ _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
 
 
 def run_optimizer_uncompiled() -> NoReturn:
-    """Let dynamo run `_init_group`, which it called while it traces a step, with the step and uncompiled."""
-    # Private: dynamo calls `_init_group` once and keeps what it listed, unless this exception tells it that it cannot. If the
-    # exception gets another name, this raises ImportError, and compiled steps of Muon raise.
+    """Run the step of an optimizer uncompiled. Call this in `_init_group`, while dynamo traces the step."""
+    # Private: this exception. Without it dynamo calls `_init_group` once, and compiles the lists of that call into the step. If
+    # it gets another name, this raises ImportError.
     from torch._dynamo.variables.optimizer import ArgMappingException
 
     raise ArgMappingException

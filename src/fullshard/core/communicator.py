@@ -237,7 +237,8 @@ class Communicator:
             raise
 
     def roll_blocks(self) -> None:
-        """Let the logs drop old calls, which a program without heartbeats would keep, and log writes before any_failed()."""
+        """Drop old calls from the logs, and log the writes from before any_failed(). Call this at the begin of a step."""
+        # A program without heartbeats would keep all calls otherwise.
         for one in self._logs.values():
             one.log.roll_block()
             one.log.carry_writes()

@@ -35,7 +35,7 @@ class ReductionPlan:
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
-    computed: torch.dtype  # dtype of the zeros that are sent for a group of which this rank has no gradient
+    computed: torch.dtype  # dtype of the zeros to send if this rank has no gradient of the group
     zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
     # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:
     # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.

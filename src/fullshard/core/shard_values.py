@@ -145,9 +145,10 @@ def read_slots(parameter: ShardedParameter) -> Tensor:
 
 
 def gradients_of_assigned(parameters: Sequence[ShardedParameter]) -> list[tuple[ShardedParameter, Tensor | None]]:
-    """Return each parameter to which the user assigned a Parameter, with this rank's rows of that one's gradient, or None.
+    """Return (parameter, gradient) for each parameter that the user replaced on a module.
 
-    Raises StateError if such a gradient has other placements than the parameter.
+    The gradient is that of the new Parameter, this rank's rows only, or None. Raises StateError if it has other placements than
+    the parameter.
     """
     found: list[tuple[ShardedParameter, Tensor | None]] = []
     for parameter in parameters:

@@ -168,6 +168,7 @@ class Unit:
         self.progress.begin(module, runtime.scheduler.clock, len(runtime.trace) - 1)
         for group in self.groups:
             group.install()
+            # `see_unsharded` and, in `post_forward`, `written`; inlined, since this runs in every forward
             group.seen = [*map(_torch.version_of, group.unsharded)], [*map(Tensor.data_ptr, group.unsharded)]
 
     def _refuse_illegal_forward(self, module: nn.Module) -> None:

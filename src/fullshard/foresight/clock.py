@@ -114,7 +114,7 @@ def ranks_in_node(message: Message, stream: str, gpu: Gpu, mesh: Mesh) -> int:
     """Return how many ranks of a collective are on one machine."""
     replicas, shards, tensor = mesh
     stride = 1 if stream == "tensor" else tensor  # distance between adjacent ranks of the process group
-    # Replicas of a shard are `shards` apart. A larger collective reduces scalars, of which every rank is a replica.
+    # Replicas of a shard are `shards` apart. Larger collectives reduce scalars, which all ranks replicate.
     stride *= shards if stream == "replicate" and message.ranks <= replicas else 1
     return min(message.ranks, max(1, gpu.per_node // stride))
 

@@ -21,7 +21,7 @@ from fullshard.errors import StateError
 
 
 def adopt_writes(unit: Unit) -> None:
-    """Copy into the shards of `unit` what a method wrote to its unsharded parameters."""
+    """Copy a method's writes to unsharded parameters of `unit` into the shards."""
     for group in unit.groups:
         for parameter in group.written():
             parameter.adopt_write()

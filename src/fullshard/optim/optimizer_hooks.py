@@ -229,7 +229,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _prepare_tracing(gradients: Sequence[Any]) -> None:
-    """Let each gradient begin a storage of its own, over the memory that it has in the flat gradient.
+    """Give each gradient a storage of its own over its part of the flat gradient.
 
     dynamo cannot trace a DTensor whose storage offset differs from that of its local tensor.
     """
