@@ -504,6 +504,36 @@ def test_freezing_and_thawing_while_gathered_is_kept(world: World) -> None:
     assert model.weight.grad is not None and model.bias.grad is None
 
 
+@pytest.mark.proves("19c")
+@ranks(2)
+def test_freezing_the_sharded_parameter_while_gathered_is_kept(world: World) -> None:
+    """An optimizer refers to sharded parameters, while the modules have the unsharded ones."""
+    model = fully_shard(nn.Linear(5, 3), mesh=world.mesh)
+    weight = model.weight
+    model.unshard()
+    weight.requires_grad_(False)
+    model.reshard()
+    assert model.weight is weight and not weight.requires_grad
+    square(model(world.mine(batch(0)))).backward()
+    assert model.weight.grad is None and model.bias.grad is not None
+
+
+@ranks(2)
+def test_freezing_a_unit_that_stays_unsharded_gathers_nothing(world: World) -> None:
+    """`requires_grad` takes effect in the next forward, also of a unit that needs no all-gather for it."""
+    plain = Stack()
+    model = shard_stack(copy.deepcopy(plain), world.mesh, states=fullshard.ZERO2)
+    for step in range(3):
+        with fullshard.counting(model) as calls:
+            square(model(world.mine(batch(step)))).backward()
+        square(plain(batch(step))).backward()
+        assert (sum(call.kind == "all_gather" for call in calls) > 0) is (step == 0)
+        assert_same_grads(model, plain)
+        for one in (model, plain):
+            one.zero_grad()
+            one.blocks[1].requires_grad_(step == 1)
+
+
 # --- dtypes, accumulation, meshes ------------------------------------------------------------------------------------------
 
 

@@ -83,6 +83,7 @@ class ParamGroup:
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
         self.installed = False
+        self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
         self.unsharded: list[Tensor] = []
         self.seen: tuple[list[int], list[int]] = ([], [])
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
@@ -217,33 +218,28 @@ class ParamGroup:
     # --- slots ---
     # Every forward and backward runs this code, so it repeats the logic of `ParamSlot` inline instead of calling it.
 
-    def is_current(self, *, trainability: bool = True) -> bool:
-        """Return True if nobody replaced a sharded parameter on a module or its local tensor.
-
-        Args:
-            trainability: whether `requires_grad` must also equal that of the unsharded parameter.
-        """
+    def is_current(self) -> bool:
+        """Return True if nobody replaced a sharded parameter on a module or its local tensor."""
         for parameter in self.parameters:
-            sharded, unsharded = parameter.sharded, parameter.unsharded
+            sharded = parameter.sharded
             for slot in parameter.slots:
                 if slot.parameters.get(slot.name) is not sharded:
                     return False
             if _torch.local_tensor(sharded) is not parameter.local:  # type: ignore[arg-type]
                 return False
-            if trainability and unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:
-                return False
         return True
 
     def install(self) -> None:
-        """Register the unsharded parameters on the modules."""
+        """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones."""
         if self.installed:
             return
+        self._trainable = [parameter.sharded.requires_grad for parameter in self.parameters]
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
-        for parameter in self.parameters:
+        for parameter, trainable in zip(self.parameters, self._trainable):
             unsharded = parameter.unsharded
             assert unsharded is not None
-            if unsharded.requires_grad is not parameter.sharded.requires_grad:
-                unsharded.requires_grad_(parameter.sharded.requires_grad)
+            if unsharded.requires_grad is not trainable:
+                unsharded.requires_grad_(trainable)
             for slot in parameter.slots:
                 if slot.uses_setattr:
                     slot.put(unsharded)
@@ -259,7 +255,7 @@ class ParamGroup:
             return
         if self.grads.exposed:
             self.grads.withdraw()
-        for parameter in self.parameters:
+        for parameter, trainable in zip(self.parameters, self._trainable):
             unsharded, sharded = parameter.unsharded, parameter.sharded
             if unsharded is None:
                 continue
@@ -269,15 +265,14 @@ class ParamGroup:
                         slot.put(sharded)
                     else:
                         slot.parameters[slot.name] = sharded
-                    # the user may have called requires_grad_() on the unsharded parameter
-                    if unsharded.requires_grad is not sharded.requires_grad:
+                    # the user called requires_grad_() on the unsharded parameter
+                    if unsharded.requires_grad is not trainable:
                         sharded.requires_grad_(unsharded.requires_grad)
         self.installed = False
 
     def adopt_values(self, values: Sequence[Tensor]) -> None:
         """Copy `values` (one local shard per parameter) into the flat shard, and point the sharded parameters at it again."""
         for parameter, value in zip(self.parameters, values):
-            parameter.match_trainability()
             if value is not parameter.local:
                 if self.extension:
                     parameter.local.copy_(value)

@@ -315,11 +315,6 @@ class ShardedParameter:
             _torch.set_grad_dtype(self.unsharded, None)
         set_replacement(self.unsharded, self.sharded)
 
-    def match_trainability(self) -> None:
-        """Set `requires_grad` of the unsharded parameter to that of the sharded parameter."""
-        if self.unsharded is not None and self.unsharded.requires_grad is not self.sharded.requires_grad:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
-
     def note_version(self) -> None:
         """Record version and address of the unsharded parameter, before the caller gets access to it."""
         self._exposed = None if self.unsharded is None else (self.unsharded._version, self.unsharded.data_ptr())

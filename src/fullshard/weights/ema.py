@@ -118,7 +118,7 @@ class EMA:
         self._check_same_parameters(doing)
         for unit in self._units:
             unit.check_idle(doing=doing)
-            if not all(group.is_current(trainability=False) for group in unit.groups):
+            if not all(group.is_current() for group in unit.groups):
                 unit.ensure_sharded(doing=doing)
                 unit.refresh()
         groups = self._groups()
