@@ -518,6 +518,7 @@ def test_freezing_the_sharded_parameter_while_gathered_is_kept(world: World) -> 
     assert model.weight.grad is None and model.bias.grad is not None
 
 
+@pytest.mark.proves("19c")
 @ranks(2)
 def test_freezing_a_unit_that_stays_unsharded_gathers_nothing(world: World) -> None:
     """`requires_grad` takes effect in the next forward, also of a unit that needs no all-gather for it."""

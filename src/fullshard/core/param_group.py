@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ from fullshard.policies import Dtypes
 
 if TYPE_CHECKING:
     from fullshard.core.communicator import CollectiveCall, Communicator
+
+
+_is_trainable: Callable[[ShardedParameter], bool] = operator.attrgetter("sharded.requires_grad")
 
 
 class ParamGroup:
@@ -233,7 +237,7 @@ class ParamGroup:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones."""
         if self.installed:
             return
-        self._trainable = [parameter.sharded.requires_grad for parameter in self.parameters]
+        self._trainable = [*map(_is_trainable, self.parameters)]
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
         for parameter, trainable in zip(self.parameters, self._trainable):
             unsharded = parameter.unsharded
