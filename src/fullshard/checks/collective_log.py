@@ -6,7 +6,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -173,6 +173,7 @@ class CollectiveLog:
         "_unit_ids",
         "_verdicts",
         "_writes",
+        "_written",
         "abort",
         "append",
         "before",
@@ -214,6 +215,7 @@ class CollectiveLog:
         self._silent = False  # whether queued collectives that have not started yet (CPU only) must not start
         self._backwards = 0
         self._writes = _NO_WRITES
+        self._written: set[tuple[int, str]] = set()  # parameters with writes: id of the unit, name
         self._unit_ids = itertools.count()
         self.start_epoch(0)
 
@@ -296,14 +298,26 @@ class CollectiveLog:
                 found.append((number, _number(hasher), str(fingerprint)))
         return found
 
-    def note_write(self, fingerprint: Fingerprint) -> None:
-        """Count an optimizer step or another write to shards, for `carry_writes`."""
+    def note_write(self, fingerprint: Fingerprint, written: Iterable[tuple[int, str]] = ()) -> None:
+        """Count an optimizer step or another write to shards, for `carry_writes`.
+
+        Args:
+            fingerprint: of the write.
+            written: the parameters, each as (id of its unit, its name); none for a load.
+        """
         made, digest, _ = self._writes
         self._writes = _Writes(made + 1, crc32(fingerprint, digest), fingerprint)
+        self._written.update(written)
 
-    def forget_writes(self) -> None:
-        """Forget the writes so far: a checkpoint is about to be loaded, or a unit to be created, on all ranks."""
-        self._writes = _FRESH
+    def forget_writes(self, loaded: Iterable[tuple[int, str]] | None = None) -> None:
+        """Forget the writes so far, if no written parameter is left that the ranks have not loaded together since.
+
+        Args:
+            loaded: parameters that all ranks load; None for all, since all ranks are about to create a unit.
+        """
+        self._written = set() if loaded is None else self._written.difference(loaded)
+        if not self._written:
+            self._writes = _FRESH
 
     def heartbeat_due(self, every: int) -> bool:
         """Return True if the backward that ends now sends a heartbeat, the small all-reduce that compares the logs.

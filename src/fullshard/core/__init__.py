@@ -20,7 +20,7 @@ change.
 parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, without the log, and `to_local` its local tensor.
 `replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in
 its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track memory without values; `mark_tensor` fills such
-memory with a mark, and `is_marked` finds the mark again.
+memory with a mark, and `is_marked` finds the mark again. `forget_writes` tells the logs that parameters are loaded.
 
 **Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
 unit. `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
@@ -155,7 +155,7 @@ from fullshard.core.shard_values import (
 from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, to_local
 from fullshard.core.sharded_tensor import restore_subclass, use_plain_dtensor
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
-from fullshard.core.unit import StepCheck, Unit, owner_of
+from fullshard.core.unit import StepCheck, Unit, forget_writes, owner_of
 from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
 from fullshard.core.unit_options import UnitOptions
 
@@ -225,6 +225,7 @@ __all__ = [
     "collectives_for",
     "detach_unit",
     "flat_gradient",
+    "forget_writes",
     "full_tensor",
     "gather_after_step",
     "has_few_rows",

@@ -21,8 +21,9 @@ from fullshard.core.meta_init import warn_if_unwritten
 from fullshard.core.replicas import share_buffers
 from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import shard_of
+from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
-from fullshard.core.unit import Unit
+from fullshard.core.unit import Unit, forget_writes
 from fullshard.core.unit_modules import recovered
 from fullshard.errors import StateError
 
@@ -175,7 +176,7 @@ class StateHooks:
 
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit: Any = unit
-        self._loads = False  # True if the state dict being loaded contains a parameter of the unit
+        self._loaded: list[ShardedParameter] = []  # parameters that the state dict being loaded contains
 
     def __reduce__(self) -> Any:
         return StateHooks, ()
@@ -204,28 +205,33 @@ class StateHooks:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="load_state_dict()")
-        self._unit.forget_writes()
         plain = self._unit.exposure.plain  # inside full_params(), full tensors are copied into the plain Parameters
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
             for installation in parameter.slots:
-                if installation.parameters is held and not (plain and installation.content is not parameter.sharded):
-                    key = prefix + installation.name
-                    value = state_dict.get(key)
-                    self._loads = self._loads or value is not None
-                    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-                        loaded = shard_of(parameter, value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
-                        state_dict[key] = (
-                            nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
-                        )
+                key = prefix + installation.name
+                value = state_dict.get(key) if installation.parameters is held else None
+                if value is None:
+                    continue
+                self._loaded.append(parameter)
+                if plain and installation.content is not parameter.sharded:
+                    continue
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+                    loaded = shard_of(parameter, value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
+                    state_dict[key] = (
+                        nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
+                    )
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
-        if self._unit is not None and not self._unit.exposure.plain:
+        if self._unit is None:
+            return
+        loaded, self._loaded = self._loaded, []
+        forget_writes(loaded)
+        if not self._unit.exposure.plain:
             recovered(self._unit).refresh()
-            if self._loads:
-                self._loads = False
+            if loaded:
                 self._unit.log_write("load_state_dict()")
 
 

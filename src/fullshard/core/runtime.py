@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -413,8 +413,8 @@ class Runtime:
         if reached:
             self.communicator.report_exception(f"'{reached[-1].name}' backward")
 
-    def log_write(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
-        """Record in the log that the user or an optimizer wrote to shards.
+    def log_write(self, log: CollectiveLog, fingerprint: Fingerprint, written: Iterable[tuple[int, str]] = ()) -> None:
+        """Record in the log that the user or an optimizer wrote to shards, and which (`CollectiveLog.note_write`).
 
         Writes in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
         those of other threads. Once ranks have diverged, a write is only counted for the next epoch, since recording raises:
@@ -423,7 +423,7 @@ class Runtime:
         if self.reducer.decided is None and _torch.current_graph_task() == -1 and self.is_own_thread():
             if log.desync_error is None:
                 log.append(fingerprint)
-            log.note_write(fingerprint)
+            log.note_write(fingerprint, written)
 
     # --- after an exception ---
 

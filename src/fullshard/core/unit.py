@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
@@ -609,11 +609,6 @@ class Unit:
         subject = f"{self.global_id} {doing}"
         return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject, shards=shards)
 
-    def forget_writes(self) -> None:
-        """Forget the writes before a checkpoint is loaded: some ranks may have made others before a step that failed."""
-        for group in self.groups:
-            group.fingerprints.log.forget_writes()
-
     def log_write(self, action: str) -> None:
         """Record in the logs that the user did `action` to the unit's shards, as all ranks must."""
         logs = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}  # the first group of each log
@@ -826,6 +821,15 @@ def owner_of(parameter: ShardedParameter) -> Unit | None:
     return check.unit if isinstance(check, StepCheck) else None
 
 
+def forget_writes(parameters: Iterable[ShardedParameter]) -> None:
+    """Forget the writes to parameters that all ranks load. Before a step that failed, some may have made others."""
+    for parameter in parameters:
+        unit = owner_of(parameter)
+        if unit is not None:
+            log = unit.runtime.communicator.log_of(parameter.sharding.axis)
+            log.forget_writes([(unit.global_id, parameter.name)])
+
+
 class StepCheck:
     """The check that optimizers run before they write a group's parameters. It refers to the unit weakly."""
 
@@ -862,7 +866,8 @@ class StepCheck:
         if unit is not None:
             subject = f"{unit.global_id} {parameter.name} {action}"
             fingerprint = Fingerprint(unit.unit_name, f"{action} of '{parameter.name}'", subject)
-            unit.runtime.log_write(unit.runtime.communicator.log_of(parameter.sharding.axis), fingerprint)
+            log = unit.runtime.communicator.log_of(parameter.sharding.axis)
+            unit.runtime.log_write(log, fingerprint, [(unit.global_id, parameter.name)])
 
     def move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values."""
@@ -877,6 +882,7 @@ __all__ = [
     "PendingReduction",
     "StepCheck",
     "Unit",
+    "forget_writes",
     "name_units_in",
     "owner_of",
     "refuse_inside_full_params",

@@ -41,13 +41,14 @@ class _LogEntries:
     first parameter was written after it was reduced, as by clipping.
     """
 
-    __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_unit", "_written")
+    __slots__ = ("_counts", "_digests", "_fingerprint", "_log", "_options", "_parameters", "_unit", "_written")
 
     def __init__(self, log: CollectiveLog, members: Sequence[tuple[int, ShardedParameter, Unit]]) -> None:
         """`members`: (index of the optimizer group, parameter, its unit) for each parameter."""
         first = min((unit for _, _, unit in members), key=lambda unit: unit.global_id)
         # The unit, not its ParamGroup: `refresh` may build new ones.
         self._unit, self._log = weakref.ref(first), weakref.ref(log)
+        self._parameters = frozenset((unit.global_id, parameter.name) for _, parameter, unit in members)
         names: dict[int, list[str]] = {}  # names of the parameters, by group
         for index, parameter, unit in members:
             names.setdefault(index, []).append(f"{unit.global_id} {parameter.name}")
@@ -71,7 +72,7 @@ class _LogEntries:
                 )
                 text = partial(options.described, self._counts, end if written else "")
                 self._fingerprint = _Step.of(f"{options.name} {values} {written}", text)
-            unit.runtime.log_write(log, self._fingerprint)
+            unit.runtime.log_write(log, self._fingerprint, self._parameters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

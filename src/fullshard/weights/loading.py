@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import Agreement
+from fullshard.core import Agreement, forget_writes
 from fullshard.errors import check_int
 from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
 from fullshard.weights.background import join_saves
@@ -144,8 +144,6 @@ def load_weights(
     """
     began = time.perf_counter()
     tensors = tensors_of(model, prepare=reshard_for("load_weights()"))
-    for unit in tensors.units:
-        unit.forget_writes()
     group = tensors.agreement("load_weights()")
     group.run(partial(_check, strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas))
     group.run(partial(check_progress, progress))
@@ -170,6 +168,7 @@ def load_weights(
             )
             if _ranks_have_same_files(group, files, plan.files(group.index), known, last=attempt == ATTEMPTS - 1):
                 break
+        forget_writes(entry.parameter for entry, _ in match.found if entry.parameter is not None)
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         intact = set(match.missing) - set(unwritten)
         fresh = AllocatedTensors(model, tensors.units)
