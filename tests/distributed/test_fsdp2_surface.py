@@ -39,6 +39,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, StateError, _torch, fully_shard
+from fullshard._torch import HONOURS_SUBCLASSES
 from fullshard.comm.gloo import GlooCollectives
 
 
@@ -603,6 +604,38 @@ def test_a_subclass_of_two_inner_tensors_travels_in_parts(world: World, legacy: 
             )
             model.weight.copy_(fresh.dense())
         sharded.reshard()
+
+
+@pytest.mark.proves("19d")
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("how", ["data", "assign"] if HONOURS_SUBCLASSES else ["assign"])
+@ranks(1, 2, 3)
+def test_a_subclass_takes_assigned_values_and_leaves_old_ones_alone(world: World, how: str, kept: bool) -> None:
+    """The memory of a subclass is that of its inner tensors, so its address says nothing about where values are."""
+    weight = torch.randn(7, 5)
+    sharded = nn.Linear(5, 7, bias=False)
+    sharded.weight = nn.Parameter(TwoPart.of(weight))
+    fully_shard(sharded, mesh=world.mesh)
+    sharded.set_keep_unsharded_storage(kept)
+    rows = sharded._fullshard_unit.parameters[0].sharding.extent
+
+    def computes_with(factor: int) -> None:
+        assert_near(sharded(batch(0)), batch(0) @ TwoPart.of(weight * factor).dense().T, "output")
+
+    held: list[Any] = []
+    for factor in (1, 2, 3):
+        computes_with(factor)
+        held.append(sharded.weight.data if how == "data" else sharded.state_dict()["weight"])
+        local = TwoPart.of(weight * (factor + 1))[rows.start : rows.start + rows.rows]
+        new = DTensor.from_local(local, world.mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride())
+        if how == "data":
+            sharded.weight.data = new
+        else:
+            sharded.load_state_dict({"weight": new}, assign=True)
+    computes_with(4)
+    for factor, old in enumerate(held, 1):
+        mine = TwoPart.of(weight * factor)[rows.start : rows.start + rows.rows]
+        assert torch.equal(old.to_local().dense(), mine.dense())
 
 
 class Releasing(TwoPart):

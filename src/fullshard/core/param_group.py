@@ -278,10 +278,7 @@ class ParamGroup:
         """Copy `values` (one local shard per parameter) into the flat shard, and point the sharded parameters at it again."""
         for parameter, value in zip(self.parameters, values):
             if value is not parameter.local:
-                if self.extension:
-                    parameter.local.copy_(value)
-                else:
-                    parameter.replace_values(value)
+                parameter.replace_values(value)
                 parameter.bind_to_flat_shard(parameter.local)
 
     def see_unsharded(self) -> None:
@@ -298,7 +295,7 @@ class ParamGroup:
 
         Raises StateError if the memory is kept.
         """
-        if self._keeps_memory:
+        if self._keeps_memory and not self.extension:
             raise StateError(
                 f"Parameter '{self.parameters[0].name}' and others of its group cannot get new memory: "
                 "set_keep_unsharded_storage(True) keeps it, and an earlier .data, detach() or state_dict() still shares it. "

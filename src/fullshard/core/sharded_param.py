@@ -284,9 +284,10 @@ class ShardedParameter:
         So `old = p.data; p.data = new` and `old = state_dict(); load_state_dict(new, assign=True)` leave `old` unchanged, as
         with plain parameters.
         """
-        if rows.data_ptr() == self.local.data_ptr() and rows.stride() == self.local.stride():
+        # The address of a tensor subclass is 0, since its memory is that of the tensors inside it.
+        if not rows.numel() or (rows.data_ptr() == self.local.data_ptr() != 0 and rows.stride() == self.local.stride()):
             return
-        if self.write_guard is not None and _torch.has_aliases(self.local):
+        if self.write_guard is not None and _torch.may_have_aliases(self.local):
             self.write_guard.move_shard()
         with torch.no_grad():
             self.local.copy_(rows)
