@@ -525,6 +525,13 @@ def test_several_tensors_of_one_pattern_are_refused() -> None:
     assert list(map_keys([Merge(["(.*)q", "(.*)k"], r"\1qk")], state)) == ["a.qk", "b.qk"]
 
 
+def test_a_merged_tensor_takes_the_place_of_the_first_in_the_checkpoint() -> None:
+    """transformers saves it there, which decides in which file it lies; it was put where the first of `sources` was."""
+    state = stored({name: torch.full((2,), float(number)) for number, name in enumerate(("k", "norm", "q"))})
+    mapped = map_keys([Merge(["q", "k"], "qk")], state)
+    assert list(mapped) == ["qk", "norm"] and [p.source.name for p in mapped["qk"].pieces] == ["q", "k"]
+
+
 def test_averages_of_another_model_and_ties_of_other_shapes_are_refused(tmp_path: Path) -> None:
     """The live weights were saved in place of averages, and the second tensor of a tie was not looked at."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

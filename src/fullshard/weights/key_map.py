@@ -445,7 +445,7 @@ def _combine(
 ) -> State:
     """Replace each set of tensors whose names match `sources` with equal groups by one tensor, made by `make`.
 
-    The new tensor takes the position of the first tensor of `sources`; its name is `to`, expanded with the groups.
+    The new tensor takes the position of the first tensor of the set; its name is `to`, expanded with the groups.
     """
     # By regex groups: for the number of each pattern in `sources`, the name that matches it and the name of the result.
     sets: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
@@ -466,7 +466,8 @@ def _combine(
         if len(members) < len(sources):
             missing = next(pattern for number, pattern in enumerate(sources) if number not in members)
             raise MapError(f"{rule}: '{names[0]}' has no counterpart that matches {missing!r}.")
-        combined[names[0]] = members[0][1], names
+        first, _ = next(iter(members.values()))  # in the order of `state`, as transformers places it
+        combined[first] = members[0][1], names
     replaced = {name for _, names in combined.values() for name in names}
 
     def tensors() -> Iterable[tuple[str, MappedTensor]]:
