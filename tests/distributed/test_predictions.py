@@ -103,6 +103,25 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
     assert len(run.steps) == 2, "of four, one has no beginning, and one counts memory"
 
 
+@pytest.mark.parametrize("mp", [None, torch.bfloat16])
+@ranks(2)
+def test_copies_of_offloaded_shards_are_recorded_in_both_directions(world: World, mp: torch.dtype | None) -> None:
+    """Those to the host end a reduction. Without them a comparison said that another setting ran."""
+    options: dict[str, Any] = {
+        "offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False),
+        "mp_policy": fullshard.MixedPrecisionPolicy(mp),
+    }
+    model, optimizer = sharded(world, **options)
+    with fullshard.record(model) as run:
+        for _ in range(3):
+            step(model, optimizer, torch.randn(ROWS, DIM))
+    r = explained(world, **options)
+    assert Counter(run.messages) == Counter(r.messages)
+    assert {message.kind for message in run.messages} >= {"to_device", "to_host"}
+    assert not any(difference.what == "messages" for difference in r.against(run).differences)
+    assert not {"to_device", "to_host"} & set(run.speeds())
+
+
 def convnet() -> nn.Module:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.BatchNorm1d(4 * DIM), nn.ReLU(), nn.Linear(4 * DIM, DIM))

@@ -150,14 +150,19 @@ class Recorded:
     def speeds(self) -> dict[str, float]:
         """Return the speed of collectives of at least 1 MiB.
 
-        On the CPU, collectives that completed before the wait are left out, since their end time is unknown.
+        Left out are collectives whose time is not their own: behind a copy from host memory (CPU offload) and, on the CPU, if
+        they completed before the wait, since their end time is unknown.
 
         Returns:
             The median by kind of collective, in bytes/s: the bytes of all ranks' chunks, divided by the collective's time.
         """
         found: dict[str, list[float]] = {}
         for sent in (sent for step in self._found.steps for sent in step.sent if sent.exact):
-            nbytes, seconds = sum(message.nbytes for message in sent.messages), sent.span.end - sent.span.start
+            if sent.messages[0].kind == "to_device":
+                continue
+            # The span ends before a copy to the host.
+            nbytes = sum(message.nbytes for message in sent.messages if message.kind != "to_host")
+            seconds = sent.span.end - sent.span.start
             if nbytes >= 1 << 20 and seconds > 0:
                 found.setdefault(sent.messages[0].kind, []).append(nbytes / seconds)
         return {kind: median(speeds) for kind, speeds in found.items()}

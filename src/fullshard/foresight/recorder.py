@@ -111,7 +111,9 @@ class _Recorder:
     def finish(self, sent: _Collective, finish: Callable[[], None]) -> None:
         """Record the end of a collective; on an accelerator the event is recorded on the collective's stream."""
         sent.ended = self._mark()
+        known = len(self._messages)
         finish()
+        sent.messages += self._messages[known:]  # the copy of gradients to host memory
 
     def wait(self, sent: _Collective, wait: Callable[[], None], *, done: bool) -> None:
         """Wait for a collective, and record the wait. done: True if the collective completed before."""
