@@ -315,7 +315,7 @@ class CollectiveLog:
         Args:
             loaded: parameters that all ranks load; None for all, since all ranks are about to create a unit.
         """
-        self._written = set() if loaded is None else self._written.difference(loaded)
+        self._written.difference_update(self._written if loaded is None else loaded)
         if not self._written:
             self._writes = _FRESH
 
