@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,6 +174,16 @@ def test_by_default_memory_is_given_back_and_turning_it_off_does_so_at_once(worl
     assert held() == 0
     step()
     assert held() == 0
+    other = fully_shard(nn.Linear(64, 64), mesh=world.mesh)
+    for one in (layer, other):
+        one.set_keep_unsharded_storage(True)
+    step()
+    step()  # the first one found out how much it needs
+    messages = weakref.ref(layer._fullshard_unit.runtime.reducer._arena._memory)
+    other.set_keep_unsharded_storage(False)
+    assert messages() is not None, "all units that keep memory share it"
+    layer.set_keep_unsharded_storage(False)
+    assert messages() is None
     with pytest.raises(ValueError, match="keep must be True or False, got 1"):
         layer.set_keep_unsharded_storage(1)
 

@@ -136,7 +136,7 @@ class GradientReducer:
             self._hooked.append(reduction)
 
     def release_arena(self) -> None:
-        """Free the memory for the messages of units with `set_keep_unsharded_storage(True)`."""
+        """Free the memory for the reductions of units with `set_keep_unsharded_storage(True)`, once there are none."""
         self.drain()
         self._arena = ReductionArena()
 

@@ -739,6 +739,8 @@ class Unit:
             group.keep_memory(keep)
             if not keep and self.residency is Residency.SHARDED:
                 group.free_unsharded()
+        if not any(unit.options.keep_memory for unit in self.runtime.all_units()):
+            self.runtime.reducer.release_arena()
 
     def _storage(self, direct_min_bytes: float) -> Storage:
         """Return where a group's memory is. `direct_min_bytes`: of its collectives."""
