@@ -184,8 +184,16 @@ def test_by_default_memory_is_given_back_and_turning_it_off_does_so_at_once(worl
     assert messages() is not None, "all units that keep memory share it"
     layer.set_keep_unsharded_storage(False)
     assert messages() is None
+    third = fully_shard(nn.Linear(64, 64), mesh=world.mesh)
+    third.set_keep_unsharded_storage(True)
+    for _ in range(2):
+        third(torch.ones(2, 64)).sum().backward()
+    messages = weakref.ref(layer._fullshard_unit.runtime.reducer._arena._memory)
+    del third
+    fully_shard(nn.Linear(2, 2), mesh=world.mesh)
+    assert messages() is None, "of a deleted model, when the next one is sharded"
     with pytest.raises(ValueError, match="keep must be True or False, got 1"):
-        layer.set_keep_unsharded_storage(1)
+        other.set_keep_unsharded_storage(1)
 
 
 @ranks(2)

@@ -104,6 +104,27 @@ def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exac
 
 
 @pytest.mark.parametrize("mp", [None, torch.bfloat16])
+@pytest.mark.parametrize("level", ["ZERO3", "HFSDP"])
+@ranks(2)
+def test_memory_that_is_kept_is_recorded(world: World, level: str, mp: torch.dtype | None) -> None:
+    """A step that allocates nothing anew uses all of it, inner shards and memory of reductions included."""
+    states, mesh = PRESETS[level], world.mesh
+    if level == "HFSDP":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    policy = fullshard.MixedPrecisionPolicy(mp, torch.float32)
+    model, optimizer = sharded(world, mesh=mesh, states=states, mp_policy=policy)
+    model.set_keep_unsharded_storage(True)
+    x = torch.randn(ROWS, DIM)
+    for _ in range(3):
+        step(model, optimizer, x)
+    with fullshard.record(model, memory=True) as run:
+        for _ in range(3):
+            step(model, optimizer, x)
+    r = explained(world, mesh=tuple(mesh.shape), states=states, mp_policy=policy, keep_unsharded_storage=True)
+    assert run.peak is not None and abs(r.peak / (run.peak + x.numel() * 4) - 1) < 0.05, (r.peak, run.peak, str(r))
+
+
+@pytest.mark.parametrize("mp", [None, torch.bfloat16])
 @ranks(2)
 def test_copies_of_offloaded_shards_are_recorded_in_both_directions(world: World, mp: torch.dtype | None) -> None:
     """Those to the host end a reduction. Without them a comparison said that another setting ran."""

@@ -224,6 +224,8 @@ class ExtensionBuffer:
         """Bytes of the outputs and the inner tensors that are allocated."""
         return sum(tensor.untyped_storage().size() for tensor in (*self._outs, *(inner for inner, _ in self._inner)))
 
+    allocated = memory
+
     def owns(self, tensor: Tensor) -> bool:
         """Return True if `tensor` uses memory of this buffer."""
         return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))

@@ -205,6 +205,16 @@ class ParamGroup:
         return 0 if self._buffer is None else self._buffer.memory
 
     @property
+    def standing_memory(self) -> int:
+        """Bytes of buffers, between steps, that the next step uses as they are: what is not stale, and what is kept."""
+        versions = self.shard_versions()
+        total = sum(memory.nbytes for memory in self._reduced_shards)
+        for buffer, current in ((self._buffer, versions), (self._inner_shard, [self.fingerprints.log.epoch, *versions])):
+            if buffer is not None and (buffer.keep or buffer.versions == current):
+                total += buffer.allocated
+        return total
+
+    @property
     def stale(self) -> bool:
         """True if a shard was written after the last all-gather."""
         return self._buffer is not None and self._buffer.versions != self.shard_versions()

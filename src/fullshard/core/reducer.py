@@ -136,9 +136,13 @@ class GradientReducer:
             self._hooked.append(reduction)
 
     def release_arena(self) -> None:
-        """Free the memory for the reductions of units with `set_keep_unsharded_storage(True)`, once there are none."""
-        self.drain()
+        """Free the memory for reductions of `set_keep_unsharded_storage(True)`, as soon as those in flight are over."""
         self._arena = ReductionArena()
+
+    @property
+    def standing_memory(self) -> int:
+        """Bytes of memory for reductions that stays allocated between steps."""
+        return self._arena.nbytes
 
     def poll(self) -> None:
         """Free the memory of collectives that have completed."""

@@ -32,6 +32,11 @@ class ReductionArena:
         self._used = 0
         return self
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return 0 if self._memory is None else self._memory.nbytes
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a tensor (prod(size),) after the earlier ones of this reduction."""
         numel = prod(size)

@@ -128,6 +128,7 @@ class Runtime:
         self.recovery.recover()  # a backward that raised holds its units, which may be of a model that this one replaces
         self.forget_deleted()
         self.reducer.poll()  # collectives of a deleted model may hold its memory, which this unit may need
+        self.release_kept_memory()  # that of a deleted model
         number = next(self._numbers)
         self._units[number] = unit
         weakref.finalize(unit, self._on_deleted, number)
@@ -139,6 +140,11 @@ class Runtime:
         self._kept.discard(unit)
         if self._units.pop(unit.number, None) is not None:
             self._forget(unit.number)
+
+    def release_kept_memory(self) -> None:
+        """Free the memory for reductions if no unit keeps memory any more."""
+        if self.reducer.standing_memory and not any(unit.options.keep_memory for unit in self.all_units()):
+            self.reducer.release_arena()
 
     def has_unit(self, number: int) -> bool:
         """Return True if the unit with this number is alive."""

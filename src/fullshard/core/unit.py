@@ -739,8 +739,7 @@ class Unit:
             group.keep_memory(keep)
             if not keep and self.residency is Residency.SHARDED:
                 group.free_unsharded()
-        if not any(unit.options.keep_memory for unit in self.runtime.all_units()):
-            self.runtime.reducer.release_arena()
+        self.runtime.release_kept_memory()
 
     def _storage(self, direct_min_bytes: float) -> Storage:
         """Return where a group's memory is. `direct_min_bytes`: of its collectives."""
@@ -783,6 +782,11 @@ class Unit:
     def unsharded_memory(self) -> int:
         """Bytes that the unsharded parameters take in memory now."""
         return sum(group.unsharded_memory for group in self.groups)
+
+    @property
+    def standing_memory(self) -> int:
+        """Bytes of its buffers, between steps, that the next step uses as they are."""
+        return sum(group.standing_memory for group in self.groups)
 
     def owns_memory_of(self, tensor: Tensor) -> bool:
         """Return True if `tensor` lies in the memory of the unsharded parameters."""

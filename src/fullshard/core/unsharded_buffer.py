@@ -367,6 +367,12 @@ class FlatBuffer:
         """Bytes of the buffer if it is allocated, else 0."""
         return self.flat.untyped_storage().size()
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of the buffer and of the staging buffers that are allocated."""
+        part = self._subgroup_shard
+        return sum(storage.size() for storage, _ in self._storages) + (0 if part is None else part.nbytes)
+
     def owns(self, tensor: Tensor) -> bool:
         """Return True if `tensor` uses memory of this buffer."""
         return self.flat.numel() > 0 and _torch.is_over(tensor, self.flat.untyped_storage())

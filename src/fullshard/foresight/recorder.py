@@ -135,10 +135,10 @@ class _Recorder:
             new, self._watch = peak_of_new(self._watch.stop()), None
             self._peaks = (self._state_bytes + new,) * 2
         elif self._counts_next_step:
-            # Units that are kept unsharded from the step before, except for stale ones, which are freed first.
-            unsharded = sum(unit.unsharded_memory for unit in units_of(self._model, True) if not unit.stale)
+            units = units_of(self._model, True)
+            standing = sum(unit.standing_memory for unit in units) + units[0].runtime.reducer.standing_memory
             self._counts_next_step = False
-            self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + unsharded
+            self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + standing
             self._watch = AllocationWatch()
         step = self._current
         step.ended = ended
