@@ -18,9 +18,9 @@ __all__ = [
     "chunk_cat",
     "current_stream",
     "device_of",
+    "has_aliases",
     "is_capturing",
     "is_over",
-    "may_have_aliases",
     "on_stream",
     "references",
     "relax_capture_mode",
@@ -122,11 +122,9 @@ version_of: Callable[[Any], int] = operator.attrgetter("_version")
 """Return the version counter of a tensor, which every write increases except one through `.data`."""
 
 
-def may_have_aliases(tensor: Tensor) -> bool:
-    """Return True if other tensors may share the storage of `tensor`. A tensor subclass has none that could be counted."""
+def has_aliases(tensor: Tensor) -> bool:
+    """Return True if other tensors share the storage of the plain tensor `tensor`."""
     # Private: the C++ reference count. `tensor` and the Python object of `untyped_storage()` count one each.
-    if type(tensor) is not Tensor:
-        return True
     if tensor.device.type == "meta":
         return False
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.base import Collectives
-from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.subclasses import become, exact_copy, is_plain, take_attributes
 from fullshard.core.unsharded_buffer import AllGather, PlannedAllGather, Storage, tensor_on_storage
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
@@ -26,11 +25,6 @@ _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 def has_extension(tensor: Tensor) -> bool:
     """Return True if `tensor` has both all-gather hooks."""
     return hasattr(tensor, _PRE) and hasattr(tensor, _POST)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return True if `tensor` is an ordinary strided tensor."""
-    return type(tensor) is Tensor and tensor.layout == torch.strided
 
 
 def missing_extension_method(tensor: Tensor) -> str | None:
@@ -77,29 +71,12 @@ def check_extension(parameter: ShardedParameter) -> None:
         )
 
 
-def own_shard(value: Tensor, sharding: ParamSharding) -> Tensor:
+def own_shard(value: Tensor) -> Tensor:
     """Return the shard in separate memory, so that it does not keep the unsharded tensor alive.
 
     A plain tensor stays the same object, since the caller may have set hooks on it.
     """
-    if is_plain(value):
-        return value.set_(value.clone())  # type: ignore[call-overload]
-    # Not `clone`: in some subclasses it quantizes again, which changes the values. Every subclass that can be sharded has
-    # `new_zeros` and `copy_`.
-    shard = value.new_zeros(sharding.shard_shape)
-    if value.numel():
-        shard.copy_(value)
-    _take_attributes(value, shard)
-    return shard
-
-
-def _take_attributes(source: Tensor, target: Tensor) -> None:
-    """Copy instance attributes from `source` to `target`: a precomputed scale, for example, or methods set on the instance."""
-    for key, kept in vars(source).items():
-        if vars(target).get(key) is None:
-            # A method bound to `source` would read the data of `source`.
-            bound = isinstance(kept, MethodType) and kept.__self__ is source
-            setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
+    return value.set_(value.clone()) if is_plain(value) else exact_copy(value)  # type: ignore[call-overload]
 
 
 def _releases_outputs(parameter: ShardedParameter) -> bool:
@@ -149,8 +126,6 @@ class ExtensionBuffer:
         self.keep = False
         # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
         self._unsharded: Tensor | None = None
-        # The shard with padding rows; None if this rank needs no padding.
-        self._padded: Tensor | None = None
         # Inputs of the all-gather in flight, until fsdp_post_all_gather gets their metadata.
         self._inputs: _Inputs | None = None
         # All-gather outputs, (ranks * numel,) each. The objects stay, since the unsharded tensor may use their storage.
@@ -164,7 +139,7 @@ class ExtensionBuffer:
         shard = self._padded_shard()
         if shard.device != self._storage.device:  # CPU offload
             home, shard = shard, shard.to(self._storage.device, non_blocking=True)
-            _take_attributes(home, shard)
+            take_attributes(home, shard)
         tensors, metadata = self._pre_all_gather(shard)
         self._inputs = _Inputs([tensor.contiguous() for tensor in tensors], metadata)
         ranks, tensors = self._collectives.ranks, self._inputs.tensors
@@ -206,8 +181,11 @@ class ExtensionBuffer:
                 view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
                 self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
             else:
+                unsharded: Any = self._parameter.unsharded
                 even = self._unsharded.shape[0] == rows
-                after(outputs, inputs.metadata, self._dtype, out=self._parameter.unsharded if even else self._unsharded)
+                after(outputs, inputs.metadata, self._dtype, out=unsharded if even else self._unsharded)
+                if not even and type(self._unsharded) is not Tensor:  # the hook may have set a new scale, for example
+                    become(_torch.local_part(unsharded), self._unsharded.narrow(0, 0, rows))
         if self._releases_outs and not self.keep:
             for out in self._outs:
                 out.untyped_storage().resize_(0)
@@ -236,12 +214,11 @@ class ExtensionBuffer:
         if not extent.padding:
             return local
         with torch.no_grad():
-            if self._padded is None:
-                self._padded = local.new_zeros((extent.chunk, *local.shape[1:]))
+            padded = local.new_zeros((extent.chunk, *local.shape[1:]))
             if extent.rows:
-                self._padded.narrow(0, 0, extent.rows).copy_(local)
-        _take_attributes(local, self._padded)
-        return self._padded
+                padded.narrow(0, 0, extent.rows).copy_(local)
+        take_attributes(local, padded)
+        return padded
 
     def _pre_all_gather(self, shard: Tensor) -> tuple[Sequence[Tensor], Any]:
         """Call fsdp_pre_all_gather of `shard` in the signature that it has, and return its result."""
@@ -269,7 +246,6 @@ __all__ = [
     "ExtensionBuffer",
     "check_extension",
     "has_extension",
-    "is_plain",
     "missing_extension_method",
     "needs_own_group",
     "own_shard",

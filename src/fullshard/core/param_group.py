@@ -18,6 +18,7 @@ from fullshard.core.extension import ExtensionBuffer, needs_own_group, own_shard
 from fullshard.core.group_grads import GroupGradients, ReductionPlan
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.subclasses import take_attributes, version_of_memory
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
@@ -174,6 +175,7 @@ class ParamGroup:
         for parameter, place, value in zip(self.parameters, self.shard_layout.offsets, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
             local = _torch.as_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
+            take_attributes(value, local)  # hooks that were set on it
             if id(parameter) not in unwritten:
                 local.copy_(value)
             parameter.bind_to_flat_shard(local)
@@ -345,7 +347,7 @@ class ParamGroup:
         # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
         if buffer.versions and versions != buffer.versions:
             changed = [p.unsharded for p, old, new in zip(self.parameters, buffer.versions, versions) if old != new]
-            torch.autograd.graph.increment_version(changed)  # type: ignore[arg-type]
+            torch.autograd.graph.increment_version([one for one in changed if one is not None])
         gather, after = buffer.allocate(versions), None
         if over_replicas is not None:  # on the stream of the replicas: this hop overlaps with all-gathers over shards
             hop = self._send(communicator, communicator.all_reduce_stream, over_replicas, f"{action} over replicas")
@@ -564,9 +566,13 @@ class ExtensionGroup(ParamGroup):
 
     extension = True
 
+    def shard_versions(self) -> list[int]:
+        """Return a number that increases with every write to the shard, or to a tensor inside of it."""
+        return [p.write_count + p.sharded._version + version_of_memory(p.local) for p in self.parameters]
+
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
         parameter = self.parameters[0]
-        parameter.bind_to_flat_shard(own_shard(values[0], parameter.sharding))
+        parameter.bind_to_flat_shard(own_shard(values[0]))
         return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device)
 
     def _make_unsharded(self) -> ExtensionBuffer:

@@ -15,6 +15,7 @@ from fullshard.core.full_tensors import all_gather_unsharded
 from fullshard.core.parameter_alias import replace, set_replacement
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
+from fullshard.core.subclasses import exact_copy, is_plain
 from fullshard.errors import StateError
 
 # --- before and after sharding ---
@@ -91,7 +92,8 @@ def unshard_permanently(parameter: ShardedParameter, agreement: Agreement) -> No
 
 def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
     """Return a copy of the sharded parameter with separate memory, for a copy of the model."""
-    return as_parameter(_torch.dtensor(parameter.local.detach().clone(), parameter.spec), parameter.requires_grad)
+    with torch.no_grad():
+        return as_parameter(_torch.dtensor(exact_copy(parameter.local), parameter.spec), parameter.requires_grad)
 
 
 # --- values of callers ---
@@ -177,7 +179,11 @@ def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -
     Its device is that of the shard, or that of `full` if the shard is on meta.
     """
     device = full.device if parameter.local.device.type == "meta" else parameter.local.device
-    rows = parameter.slice(full).to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    rows = parameter.slice(full)
+    if is_plain(rows):
+        rows = rows.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+    else:
+        rows = exact_copy(rows).to(device=device, dtype=dtype)
     return _torch.dtensor(rows, parameter.sharding.spec(dtype))
 
 

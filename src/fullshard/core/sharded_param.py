@@ -16,6 +16,7 @@ from fullshard.core.module_tree import ParamRef, Slot
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.parameter_alias import set_replacement
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
+from fullshard.core.subclasses import exact_copy, is_plain, take_attributes, version_of_memory
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
@@ -226,7 +227,8 @@ class ShardedParameter:
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
         if local is not self.local and self.write_guard is not None:  # not the first one
-            self.write_count += 1 + self.local._version  # so that the sum in `shard_versions` never returns to an old value
+            # so that the sum in `shard_versions` never returns to an old value
+            self.write_count += 1 + version_of_memory(self.local)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
             # Dtype and device of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the object that
@@ -284,13 +286,27 @@ class ShardedParameter:
         So `old = p.data; p.data = new` and `old = state_dict(); load_state_dict(new, assign=True)` leave `old` unchanged, as
         with plain parameters.
         """
-        # The address of a tensor subclass is 0, since its memory is that of the tensors inside it.
+        # The address of a tensor subclass is 0, since its memory is that of the tensors inside of it.
         if not rows.numel() or (rows.data_ptr() == self.local.data_ptr() != 0 and rows.stride() == self.local.stride()):
             return
-        if self.write_guard is not None and _torch.may_have_aliases(self.local):
+        if not is_plain(self.local):
+            self._replace_subclass(rows)
+            return
+        if self.write_guard is not None and _torch.has_aliases(self.local):
             self.write_guard.move_shard()
         with torch.no_grad():
             self.local.copy_(rows)
+
+    def _replace_subclass(self, rows: Tensor) -> None:
+        """Replace a shard that is a tensor subclass, with its attributes: a precomputed scale is one of the old values."""
+        with torch.inference_mode(False), torch.no_grad():
+            if type(rows) is type(self.local):
+                fresh = exact_copy(rows)
+            else:
+                fresh = self.local.new_zeros(self.local.shape)
+                fresh.copy_(rows)
+        take_attributes(self.local, fresh, values=False)
+        self.bind_to_flat_shard(fresh)
 
     def slice(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a plain tensor with the parameter's shape."""

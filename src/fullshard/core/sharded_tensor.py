@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import _torch
+from fullshard.core.subclasses import exact_copy, inner_tensors
 from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
@@ -144,7 +145,7 @@ class ShardedDTensor(DTensor):
         It can be read without fullshard, and a pickle that puts tensors in shared memory, as for another process, does not
         take the memory of the shard.
         """
-        made: Any = _torch.dtensor(_torch.local_tensor(self).detach().clone(), _torch.spec_of(self))
+        made: Any = _torch.dtensor(exact_copy(_torch.local_tensor(self), methods=False), _torch.spec_of(self))
         made.requires_grad_(self.requires_grad)
         made.__dict__.update((key, value) for key, value in self.__dict__.items() if not key.startswith("_fullshard"))
         return DTensor.__reduce_ex__(made, protocol)
@@ -328,7 +329,8 @@ def _tag_view(view: Any, tensor: ShardedDTensor, func: Any) -> None:
 
 def _shares_storage(view: DTensor, tensor: ShardedDTensor) -> bool:
     mine, theirs = _torch.local_tensor(view), _torch.local_tensor(tensor)
-    return mine.device.type == "meta" or _torch.same_storage(mine, theirs)
+    parts = zip(inner_tensors(mine), inner_tensors(theirs))
+    return mine.device.type == "meta" or any(_torch.same_storage(one, other) for one, other in parts)
 
 
 def _as_dtensor(tensor: ShardedDTensor, fn: Any, argument: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.checks.collective_log import listed
 from fullshard.core.agreement import Agreement
+from fullshard.core.subclasses import inner_tensors
 
 SYNCS = ("check", "broadcast", "off")  # values of fully_shard(sync=)
 BUFFERS = ("local", "broadcast", "mean")  # values of fully_shard(buffers=)
@@ -47,13 +48,7 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of; for a DTensor those of its local tensor."""
     if isinstance(tensor, DTensor):
         tensor = _torch.local_tensor(tensor.detach())
-    data = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    if type(data) is Tensor:
-        return [data]
-    if hasattr(data, "__tensor_flatten__"):
-        names, _ = data.__tensor_flatten__()
-        return [part for name in names for part in _plain_parts(getattr(data, name))]
-    return []
+    return inner_tensors(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
 
 
 def find_unequal_values(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
-from fullshard.core.extension import is_plain, missing_extension_method, needs_own_group, own_shard
+from fullshard.core.extension import missing_extension_method, needs_own_group, own_shard
 from fullshard.core.lint import mark_ignored
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_of
@@ -25,6 +25,7 @@ from fullshard.core.parameter_alias import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, to_local
+from fullshard.core.subclasses import is_plain
 from fullshard.core.unit import name_units_in
 from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
@@ -477,7 +478,7 @@ def _check_subclass_shard(name: str, tensor: torch.Tensor, how: ParamSharding) -
     """
     try:
         with torch.no_grad():
-            shard = own_shard(how.slice(tensor.detach()), how)
+            shard = own_shard(how.slice(tensor.detach()))
     except Exception as failure:
         raise ValueError(
             f"Parameter '{name}' cannot be sharded: slicing a {type(tensor).__name__} raised {failure}"

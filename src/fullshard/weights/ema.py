@@ -52,6 +52,7 @@ class EMA:
 
     Raises:
         ValueError: if an argument is invalid, or a parameter is on meta.
+        StateError: if a trainable parameter has all-gather hooks of its own, here and in `update`.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -110,8 +111,23 @@ class EMA:
         return _FlatAverages(group, self._dtype, self._device)
 
     def _groups(self) -> list[ParamGroup]:
-        """Return the parameter groups that are averaged: groups of floating-point parameters."""
-        return [group for unit in self._units for group in unit.groups if group.shard.is_floating_point()]
+        """Return the parameter groups that are averaged: groups of floating-point parameters.
+
+        Raises StateError for a trainable parameter with all-gather hooks. Frozen ones, such as quantized weights beside
+        adapters, are their own average.
+        """
+        found: list[ParamGroup] = []
+        for group in (group for unit in self._units for group in unit.groups):
+            if group.extension and group.trainable:
+                (parameter,) = group.parameters
+                raise StateError(
+                    f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: it is a "
+                    f"{type(parameter.local).__name__} with all-gather hooks of its own. Freeze it with requires_grad_(False), "
+                    "which leaves it out of the averages."
+                )
+            if not group.extension and group.shard.is_floating_point():
+                found.append(group)
+        return found
 
     def _update_layout(self, doing: str) -> None:
         """Reshard the model if needed, and bring the averages into the current layout of its groups."""

@@ -526,7 +526,7 @@ class _Load:
         view = self._view(part, destination)
         if view is None or view.numel() != part.rows.numel or view.dtype != part.source.dtype:
             return None
-        if view.is_conj() or view.is_neg():  # has other values than its memory
+        if type(view) is not Tensor or view.is_conj() or view.is_neg():  # has other values than its memory
             return None
         return view if view.device.type == "cpu" and view.is_contiguous() and destination.piece.keeps_order else None
 

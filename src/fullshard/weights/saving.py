@@ -434,8 +434,8 @@ class _Save:
         if len(sources) != 1 or not sources[0].piece.keeps_order:
             return None
         value = self._value(sources[0])
-        # Conjugated and negated views have other values than their memory.
-        as_in_memory = not (value.is_conj() or value.is_neg())
+        # Conjugated and negated views have other values than their memory, and so have tensor subclasses.
+        as_in_memory = type(value) is Tensor and not (value.is_conj() or value.is_neg())
         as_in_file = as_in_memory and value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
         return value if as_in_file and value.numel() == part.rows.numel else None
 

@@ -437,8 +437,8 @@ def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
 def _unsharded_now(entry: ModelEntry, dtype: torch.dtype) -> Tensor | None:
     """Return the unsharded parameter if the module has it at the moment, in this dtype; otherwise None."""
     parameter = entry.parameter
-    if parameter is None or entry.value is not None or not parameter.sharding.is_plain:
-        return None
+    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or needs_own_group(parameter.local):
+        return None  # all-gather hooks may return other values than those that are stored
     full = parameter.unsharded
     if full is None or parameter.current is not full or full.dtype != dtype:
         return None

@@ -1,0 +1,85 @@
+"""Values of tensor subclasses, such as quantized weights: tensors inside of them, exact copies, attributes of instances."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return True if `tensor` is an ordinary strided tensor."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that have the values of `tensor`: itself, or those inside of a subclass.
+
+    They are the ones that `__tensor_flatten__` names; without it, the attributes that are tensors.
+    """
+    if type(tensor) is Tensor:
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+    else:
+        names = [name for cls in type(tensor).__mro__ for name in _slots(cls)] + list(vars(tensor))
+    parts = [getattr(tensor, name, None) for name in names]
+    return [inner for part in parts if isinstance(part, Tensor) and part is not tensor for inner in inner_tensors(part)]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots: Any = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def version_of_memory(tensor: Tensor) -> int:
+    """Return a number that increases with every write to `tensor`, or to a tensor inside of a subclass."""
+    return tensor._version + (0 if type(tensor) is Tensor else sum(inner._version for inner in inner_tensors(tensor)))
+
+
+def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
+    """Return a copy with equal bits, memory of its own and equal attributes.
+
+    Args:
+        tensor: a plain tensor or a subclass.
+        methods: whether the copy gets the methods that were set on the instance, such as all-gather hooks. A pickle cannot.
+    """
+    if is_plain(tensor):
+        made = tensor.detach().clone()
+    else:
+        # Not `clone`: in some subclasses it quantizes again, which changes the values. Every subclass that can be sharded has
+        # `new_zeros` and `copy_`.
+        made = tensor.new_zeros(tensor.shape)
+        if tensor.numel():
+            made.copy_(tensor)
+    take_attributes(tensor, made, methods=methods)
+    return made
+
+
+def take_attributes(source: Tensor, target: Tensor, *, values: bool = True, methods: bool = True) -> None:
+    """Set the attributes of `source` on `target` that it does not have, or has as None.
+
+    Args:
+        source: a tensor.
+        target: the tensor that takes its place.
+        values: whether to take all but methods: a precomputed scale, for example.
+        methods: whether to take methods that were set on the instance, such as all-gather hooks.
+    """
+    for key, kept in vars(source).items():
+        if vars(target).get(key) is None and (methods if callable(kept) else values):
+            # A method bound to `source` would read the data of `source`.
+            bound = isinstance(kept, MethodType) and kept.__self__ is source
+            setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
+
+
+def become(target: Tensor, source: Tensor) -> None:
+    """Give `target` the tensors inside of `source`, a tensor of the same subclass, and its attributes."""
+    vars(target).update(vars(source))
+    names, _ = source.__tensor_flatten__() if hasattr(source, "__tensor_flatten__") else ((), None)
+    for name in names:  # a class with __slots__ has them in no dict
+        setattr(target, name, getattr(source, name))
+
+
+__all__ = ["become", "exact_copy", "inner_tensors", "is_plain", "take_attributes", "version_of_memory"]
