@@ -13,6 +13,7 @@ import torch
 from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, batch, full, shard_stack, square
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd import grad as early_grad
 
 import fullshard
@@ -279,3 +280,51 @@ def test_torchs_own_differentiation_by_sharded_parameters_is_refused_by_name_at_
     assert torch.equal(slope, x.grad)
     loss.backward()
     assert all(p.grad is not None for p in parameters)
+
+
+@pytest.mark.parametrize("options", ["ZERO3", "ZERO2", "kept", "freed"])
+@ranks(1, 2)
+def test_a_loss_of_tangents_trains_all_parameters(world: World, options: str) -> None:
+    """Forward-mode derivatives with respect to inputs, as a PINN has. Their graph does not contain the output's own node."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)).double()
+    model = copy.deepcopy(plain)
+    kwargs: dict[str, Any] = {
+        "ZERO3": {"states": ZERO3},
+        "ZERO2": {"states": ZERO2},
+        "kept": {"reshard_after_forward": False},
+        "freed": {"reshard_after_forward": True},
+    }[options]
+    for module in (model[1], model):
+        fully_shard(module, mesh=world.mesh, **kwargs)
+    pairs = [(model, world.mine), (plain, lambda x: x)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m, _ in pairs]
+    for step in range(3):
+        x = batch(step).double()
+        for m, part in pairs:
+            mine = part(x)
+            with forward_ad.dual_level():
+                output, tangent = forward_ad.unpack_dual(m(forward_ad.make_dual(mine, torch.ones_like(mine))))
+            loss = square(tangent) if step else square(tangent) + square(output)
+            loss.backward()
+        assert_same_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(2)
+def test_weights_that_numpy_uses_are_named(world: World) -> None:
+    """numpy keeps the memory at its size, so it cannot be freed; the next step starts with new memory."""
+    plain = nn.Sequential(nn.Sequential(nn.Linear(5, 4)), nn.Linear(4, 3))
+    model = copy.deepcopy(plain)
+    for module in (model[0], model):
+        fully_shard(module, mesh=world.mesh)
+    told: list[float] = []
+    handle = model[0][0].register_forward_hook(lambda module, *_: told.append(module.weight.detach().numpy().mean()))
+    with pytest.raises(StateError, match=r"\['0\.weight', '0\.bias'\] of unit '0' cannot be freed: .*clone\(\)\.numpy\(\)"):
+        model(world.mine(batch(0)))
+    handle.remove()
+    square(model(world.mine(batch(0)))).backward()
+    square(plain(batch(0))).backward()
+    assert_same_grads(model, plain)

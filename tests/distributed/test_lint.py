@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from harness import World, ranks
 from models import Stack, batch, shard_stack, square
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fullshard
 from fullshard import CheckPolicy, LintWarning, StateError, fully_shard
@@ -175,3 +178,44 @@ def test_prefetches_that_are_missed_are_counted_and_said(world: World) -> None:
     for step in range(4):
         square(in_order(batch(step))).backward()
     assert fullshard.stats(in_order).missed == 0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 4), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if self.scale is None else y * self.scale.to_local()
+
+
+@pytest.mark.proves("12c")
+@ranks(2)
+def test_an_added_dtensor_that_other_ranks_do_not_share_is_told(world: World) -> None:
+    """As an adapter on tensor-parallel layers, whose DTensor does not reduce over the data-parallel ranks."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model: Any = fully_shard(Scaled(), mesh=mesh["dp"])
+    for name in ("tp", "dp"):
+        model.scale = nn.Parameter(distribute_tensor(torch.ones(4), mesh[name], [Replicate()]))
+        if name == "tp":
+            with pytest.raises(StateError, match=r"Parameters \('scale'\) were added to unit 'Scaled'"):
+                model(torch.ones(1, 5))
+        else:  # DTensor reduces its gradient
+            model(torch.ones(1, 5))
+
+
+@pytest.mark.parametrize("before", [True, False])
+@ranks(1, 2)
+def test_optimizers_on_the_accumulation_of_gradients_are_told(world: World, before: bool) -> None:
+    """torch hooks the node that accumulates into the parameter that it is given, and that node never runs."""
+    apply: Any = importlib.import_module("torch.distributed.optim")._apply_optimizer_in_backward
+    model = nn.Sequential(nn.Linear(5, 4))
+    if not before:
+        fully_shard(model, mesh=world.mesh)
+    apply(torch.optim.SGD, model[0].parameters(), {"lr": 0.1})
+    if before:
+        fully_shard(model, mesh=world.mesh)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"\('0\.weight', '0\.bias'\) of unit 'Sequential' have an optimizer of _apply"):
+            model(torch.ones(1, 5))

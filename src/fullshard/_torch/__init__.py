@@ -24,6 +24,7 @@ replaced for callers outside of the package; functions inside it look up names i
 from fullshard._torch.autograd import (
     carry_hooks,
     current_graph_task,
+    graph_nodes,
     have_reduction_hooks,
     in_transform,
     is_in_graph,
@@ -32,7 +33,6 @@ from fullshard._torch.autograd import (
     on_differentiation,
     parameter_hooks,
     profiling,
-    view_base,
     without_post_grad_hooks,
 )
 from fullshard._torch.c10d import (
@@ -287,6 +287,7 @@ __all__ = [
     "functional_collective",
     "global_rank",
     "grad_dtype_of",
+    "graph_nodes",
     "group_name",
     "grouped_mm",
     "grouped_mm_shape",
@@ -387,7 +388,6 @@ __all__ = [
     "unsafe_view",
     "unscale_and_check",
     "version_of",
-    "view_base",
     "wait_for_event",
     "waited",
     "whole_of",

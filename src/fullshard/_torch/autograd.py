@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 
 from fullshard._torch.nn import Undo
 
 __all__ = [
     "carry_hooks",
     "current_graph_task",
+    "graph_nodes",
     "have_reduction_hooks",
     "in_transform",
     "is_in_graph",
@@ -23,7 +26,6 @@ __all__ = [
     "on_differentiation",
     "parameter_hooks",
     "profiling",
-    "view_base",
     "without_post_grad_hooks",
 ]
 
@@ -108,10 +110,17 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def view_base(tensor: Tensor) -> Tensor | None:
-    """Return the base of a view; None for a tensor that is no view."""
-    # Private: `_base` and `_is_view`, autograd's record of views.
-    return tensor._base if tensor._is_view() else None
+def graph_nodes(tensor: Tensor) -> list[Node | None]:
+    """Return the graph nodes at which a backward through `tensor` begins, None in the place of one that it does not have."""
+    # Private: `_base` and `_is_view`, autograd's record of views; `_current_level`, that of the forward-mode levels.
+    found = [tensor.grad_fn]
+    if tensor.grad_fn is not None and tensor._is_view():  # an in-place write to a view replaces its node, but not its base's
+        assert tensor._base is not None
+        found.append(tensor._base.grad_fn)
+    if forward_ad._current_level >= 0:  # a loss of the tangent has a graph of its own
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        found.append(None if tangent is None else tangent.grad_fn)
+    return found
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:

@@ -153,13 +153,10 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     """Hook the graph of `output`, to notify the runtime when the backward of `call` begins. Return True if there is a graph."""
     hook: BackwardHook | None = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        if tensor.requires_grad and tensor.grad_fn is not None:
-            hook = hook or BackwardHook(unit, call)
-            NodeHooks.on(tensor.grad_fn).add(hook)
-            # An in-place write to a view replaces the graph node of the view, but not that of its base.
-            base = _torch.view_base(tensor)
-            if base is not None and base.grad_fn is not None:
-                NodeHooks.on(base.grad_fn).add(hook)
+        for node in _torch.graph_nodes(tensor):
+            if node is not None:
+                hook = hook or BackwardHook(unit, call)
+                NodeHooks.on(node).add(hook)
     return hook is not None
 
 

@@ -63,14 +63,27 @@ def install() -> _torch.Undo:
 def check_before_forward(unit: Unit, root: nn.Module) -> None:
     """Check a unit before a forward, if it is new or something was added to its modules, and issue remarks on the model.
 
-    Raises StateError, naming the parameters, if some were added that no unit would reduce.
+    Raises StateError, naming the parameters, if some were added that no unit would reduce, or have optimizers that never step.
     """
     unit.checks.lint = False
     mark_modules(unit)
+    # Private: the attribute by which torch marks such parameters.
+    stepped = [parameter.name for parameter in unit.parameters if "_in_backward_optimizers" in parameter.sharded.__dict__]
+    if stepped:
+        unit.checks.lint = True
+        raise StateError(
+            f"Parameters ({_listed(stepped)}) of unit '{unit.name}' have an optimizer of _apply_optimizer_in_backward(), which "
+            "would never step: autograd accumulates into unsharded parameters, not into these. Step the optimizer in "
+            "parameter.register_post_accumulate_grad_hook()."
+        )
     if unit.axis.ranks * unit.axis.replica_count > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
         slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.slots}
+        ranks = set(unit.axis.mesh.mesh.flatten().tolist())
         stray = [
-            name for module in unit.modules for name, p in _unmanaged_parameters(module, slots) if _IGNORED not in p.__dict__
+            name
+            for module in unit.modules
+            for name, p in _unmanaged_parameters(module, slots)
+            if _IGNORED not in p.__dict__ and not _is_over(p, ranks)
         ]
         if stray:
             unit.checks.lint = True  # check again before the next forward, after the user has changed something
@@ -107,16 +120,16 @@ def _unmanaged_parameters(root: nn.Module, slots: set[tuple[int, str]]) -> list[
         for name, parameter in parameters.items():
             if (id(parameters), name) in slots:
                 continue  # the unit itself adopts or refuses a parameter that the user assigns to its slot
-            if (
-                parameter is None
-                or isinstance(parameter, DTensor)
-                or not parameter.requires_grad
-                or logical_parameters([parameter])
-            ):
+            if parameter is None or not parameter.requires_grad or logical_parameters([parameter]):
                 continue
             if replacement_of(parameter) is None:  # else it is the alias of a parameter that was sharded
                 found.append((clean_name(f"{names[id(module)]}.{name}".lstrip(".")), parameter))
     return found
+
+
+def _is_over(parameter: nn.Parameter, ranks: set[int]) -> bool:
+    """Return True for a DTensor over these ranks, and maybe more, since DTensor reduces its gradient over them."""
+    return isinstance(parameter, DTensor) and ranks <= set(parameter.device_mesh.mesh.flatten().tolist())
 
 
 def remarks(root: nn.Module) -> list[tuple[str, str]]:

@@ -513,9 +513,21 @@ class ParamGroup:
         return self._reduced_shards[-1]
 
     def free_unsharded(self) -> None:
-        """Free the memory of the unsharded parameters, unless it is kept. The Parameter objects stay."""
-        if self._buffer is not None:
+        """Free the memory of the unsharded parameters, unless it is kept. The Parameter objects stay.
+
+        Raises StateError if `.numpy()` was called on one of them.
+        """
+        if self._buffer is None:
+            return
+        try:
             self._buffer.free()
+        except RuntimeError as failure:  # torch has no resize_ for memory that numpy uses
+            unit, names = self.parameters[0].unit_name.name, [parameter.name for parameter in self.parameters]
+            self.drop_unsharded()
+            raise StateError(
+                f"The unsharded parameters {names[:4]} of unit '{unit}' cannot be freed: {failure}. If .numpy() was called on one "
+                "of them in forward, copy it first: weight.detach().clone().numpy()."
+            ) from failure
 
     def drop_unsharded(self) -> None:
         """Discard the unsharded buffer after an all-gather failed."""
