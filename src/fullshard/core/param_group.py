@@ -525,8 +525,8 @@ class ParamGroup:
             unit, names = self.parameters[0].unit_name.name, [parameter.name for parameter in self.parameters]
             self.drop_unsharded()
             raise StateError(
-                f"The unsharded parameters {names[:4]} of unit '{unit}' cannot be freed: {failure}. If .numpy() was called on one "
-                "of them in forward, copy it first: weight.detach().clone().numpy()."
+                f"The unsharded parameters {names[:4]} of unit '{unit}' cannot be freed: {failure}. If .numpy() was called on "
+                "one of them in forward, copy it first: weight.detach().clone().numpy()."
             ) from failure
 
     def drop_unsharded(self) -> None:
