@@ -252,3 +252,13 @@ def test_a_pickle_leaves_out_hooks_that_were_set_on_the_shard(world: World) -> N
     file.seek(0)
     read = torch.load(file, weights_only=False)["weight"]
     assert isinstance(read, DTensor) and torch.equal(read.to_local(), local)
+
+
+@ranks(2)
+def test_a_class_that_an_all_gather_does_not_keep_is_told_by_undo(world: World) -> None:
+    """The model would train without quantization from then on."""
+    weight = TwoPart.of(torch.randn(ROWS, 5))
+    model = shard(world, weight)
+    with pytest.warns(UserWarning, match="Parameter 'weight' of unit 'Linear' was sharded as a TwoPart and is a Tensor"):
+        fullshard.undo(model)
+    assert torch.equal(model.weight, weight.dense())

@@ -16,7 +16,7 @@ from fullshard.core.parameter_alias import replace, set_replacement
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
-from fullshard.errors import StateError
+from fullshard.errors import StateError, warn_once
 
 # --- before and after sharding ---
 
@@ -76,9 +76,14 @@ def unshard_permanently(parameter: ShardedParameter, agreement: Agreement) -> No
     """Register an ordinary, unsharded Parameter in all slots, with gradient, attributes and hooks. Collective."""
     sharded: Any = parameter.sharded
     sharding = parameter.sharding
-    plain = nn.Parameter(
-        sharding.to_module(all_gather_unsharded(agreement, sharding, sharded)), requires_grad=sharded.requires_grad
-    )
+    whole = all_gather_unsharded(agreement, sharding, sharded)
+    if type(whole) is not type(parameter.local):
+        warn_once(
+            f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' was sharded as a "
+            f"{type(parameter.local).__name__} and is a {type(whole).__name__} from now on, since that is what an all-gather "
+            "of its class returns. Convert the model again."
+        )
+    plain = nn.Parameter(sharding.to_module(whole), requires_grad=sharded.requires_grad)
     plain.__dict__.update(parameter.user_attributes)
     _torch.carry_hooks(sharded, plain)
     if parameter.grad_dtype.explicit:
