@@ -206,7 +206,7 @@ def test_averages_leave_out_frozen_weights_and_refuse_others_by_name(world: Worl
 
     model: Any = Adapted()
     fully_shard(model, mesh=world.mesh)
-    with pytest.raises(StateError, match=r"'base\.weight' .* cannot be averaged: it is a TwoPart with all-gather hooks"):
+    with pytest.raises(StateError, match=r"'base\.weight' .* cannot be averaged: its values are computed by a TwoPart"):
         fullshard.EMA(model, 0.5)
     model.base.weight.requires_grad_(False)
     ema = fullshard.EMA(model, 0.5)
@@ -221,6 +221,25 @@ def test_averages_leave_out_frozen_weights_and_refuse_others_by_name(world: Worl
     model.base.weight.requires_grad_(True)
     with pytest.raises(StateError, match=r"'base\.weight' .* cannot be averaged"):
         ema.update()
+
+
+@ranks(1, 2, 3)
+def test_a_subclass_of_one_tensor_is_averaged(world: World) -> None:
+    """As float8 weights, which are stored in high precision."""
+    values = torch.randn(ROWS, 5)
+    model = shard(world, OneScale(values.clone()))
+    ema = fullshard.EMA(model, 0.5)
+    with torch.no_grad():
+        model.weight.mul_(3)
+    ema.update()
+    with ema.swapped():
+        computes_with(model, values * 2)
+    computes_with(model, values * 3)
+    saved = copy.deepcopy(ema.state_dict())
+    ema.update()
+    ema.load_state_dict(saved)
+    with ema.swapped():
+        computes_with(model, values * 2)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -21,6 +21,7 @@ parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, with
 `replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in
 its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track memory without values; `mark_tensor` fills such
 memory with a mark, and `is_marked` finds the mark again. `forget_writes` tells the logs that parameters are loaded.
+`values_of` returns the plain tensor with the values of a tensor subclass.
 
 **Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
 unit. `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
@@ -154,6 +155,7 @@ from fullshard.core.shard_values import (
 )
 from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, to_local
 from fullshard.core.sharded_tensor import restore_subclass, use_plain_dtensor
+from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
 from fullshard.core.unit import StepCheck, Unit, forget_writes, owner_of
 from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
@@ -265,5 +267,6 @@ __all__ = [
     "units_of",
     "unshard_permanently",
     "use_plain_dtensor",
+    "values_of",
     "write_unsharded",
 ]

@@ -29,6 +29,16 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [inner for part in parts if isinstance(part, Tensor) and part is not tensor for inner in inner_tensors(part)]
 
 
+def values_of(tensor: Tensor) -> Tensor | None:
+    """Return the plain tensor that has the values of `tensor`: itself, or the only one inside of a subclass.
+
+    None for a subclass whose values are computed from several tensors, or from one of another shape or dtype.
+    """
+    found = inner_tensors(tensor)
+    fits = len(found) == 1 and found[0].shape == tensor.shape and found[0].dtype == tensor.dtype
+    return found[0] if fits and found[0].is_contiguous() else None
+
+
 def _slots(cls: type) -> tuple[str, ...]:
     slots: Any = vars(cls).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
@@ -82,4 +92,4 @@ def become(target: Tensor, source: Tensor) -> None:
         setattr(target, name, getattr(source, name))
 
 
-__all__ = ["become", "exact_copy", "inner_tensors", "is_plain", "take_attributes", "version_of_memory"]
+__all__ = ["become", "exact_copy", "inner_tensors", "is_plain", "take_attributes", "values_of", "version_of_memory"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamGroup, Unit, units_of
+from fullshard.core import ParamGroup, Unit, units_of, values_of
 from fullshard.errors import StateError, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
@@ -27,7 +27,16 @@ class _FlatAverages:
 
     def __init__(self, group: ParamGroup, dtype: torch.dtype, device: torch.device | None) -> None:
         self.group = group
-        self.buffer = group.shard.detach().to(dtype=dtype, device=device, copy=True)
+        self.buffer = self.weights.detach().to(dtype=dtype, device=device, copy=True)
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights, (shard_numel,): the flat shard, or the tensor inside of a subclass."""
+        if not self.group.extension:
+            return self.group.shard
+        values = values_of(self.group.parameters[0].local)
+        assert values is not None  # `EMA._groups` has checked that
+        return values.view(-1)
 
     def views(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield (parameter, this rank's shard of its average) as views of the buffer."""
@@ -52,7 +61,7 @@ class EMA:
 
     Raises:
         ValueError: if an argument is invalid, or a parameter is on meta.
-        StateError: if a trainable parameter has all-gather hooks of its own, here and in `update`.
+        StateError: if a trainable parameter is a tensor subclass of several tensors, here and in `update`.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -113,20 +122,20 @@ class EMA:
     def _groups(self) -> list[ParamGroup]:
         """Return the parameter groups that are averaged: groups of floating-point parameters.
 
-        Raises StateError for a trainable parameter with all-gather hooks. Frozen ones, such as quantized weights beside
-        adapters, are their own average.
+        Left out are frozen tensor subclasses of several tensors, such as quantized weights beside adapters. Raises StateError
+        for trainable ones.
         """
         found: list[ParamGroup] = []
         for group in (group for unit in self._units for group in unit.groups):
-            if group.extension and group.trainable:
-                (parameter,) = group.parameters
-                raise StateError(
-                    f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: it is a "
-                    f"{type(parameter.local).__name__} with all-gather hooks of its own. Freeze it with requires_grad_(False), "
-                    "which leaves it out of the averages."
-                )
-            if not group.extension and group.shard.is_floating_point():
+            parameter = group.parameters[0]
+            if parameter.local.is_floating_point() and (not group.extension or values_of(parameter.local) is not None):
                 found.append(group)
+            elif group.extension and group.trainable:
+                raise StateError(
+                    f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: its values are "
+                    f"computed by a {type(parameter.local).__name__}. Freeze it with requires_grad_(False), which leaves it out "
+                    "of the averages."
+                )
         return found
 
     def _update_layout(self, doing: str) -> None:
@@ -182,7 +191,7 @@ class EMA:
     def _needs_cast(self) -> bool:
         """True if a weight may differ from its average in dtype or device."""
         tensors = [
-            *(flat.group.shard for flat in self._averages),
+            *(flat.weights for flat in self._averages),
             *(getattr(module, key) for _, module, key in self._slots),
         ]
         return self._device is not None or any(tensor.dtype != self._dtype for tensor in tensors)
@@ -209,7 +218,7 @@ class EMA:
         self.calls += 1  # behind the checks, which may raise
         self.updates += 1
         averages = [*(flat.buffer for flat in self._averages), *self._plain.values()]
-        weights = [*(flat.group.shard for flat in self._averages), *plain]
+        weights = [*(flat.weights for flat in self._averages), *plain]
         if self._needs_cast:
             weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
         if averages:
@@ -250,7 +259,7 @@ class EMA:
         averages = self.values()
         # All copies before anything is written, since memory may run out.
         weights = {
-            entry.names[0]: entry.local.detach().clone()
+            entry.names[0]: _memory(entry.local).clone()
             for entry in self._tensors("EMA.swapped()").entries
             if averages.get(entry.names[0]) is not None
         }
@@ -269,7 +278,7 @@ class EMA:
         for entry in (entry for entry in tensors.entries if values.get(entry.names[0]) is not None):
             if entry.parameter is not None:
                 entry.parameter.wait_for_readers()  # a copy to the device may still read the shard (CPU offload)
-            entry.local.copy_(values[entry.names[0]])
+            _memory(entry.local).copy_(values[entry.names[0]])
             if entry.parameter is not None:
                 entry.parameter.note_write()
         for unit in tensors.units:
@@ -338,6 +347,12 @@ def _describe(state: Any) -> str:
     if not isinstance(state, Mapping):
         return f"a {type(state).__name__}"
     return f"a dict of {', '.join(map(repr, list(state)[:4])) or 'nothing'}"
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """Return the plain tensor with the values of a weight."""
+    values = values_of(tensor.detach())
+    return tensor.detach() if values is None else values
 
 
 def _to_dtensor(entry: ModelEntry, value: Tensor) -> Tensor:
