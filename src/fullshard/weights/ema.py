@@ -133,8 +133,8 @@ class EMA:
             elif group.extension and group.trainable:
                 raise StateError(
                     f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: its values are "
-                    f"computed by a {type(parameter.local).__name__}. Freeze it with requires_grad_(False), which leaves it out "
-                    "of the averages."
+                    f"computed by a {type(parameter.local).__name__}. Freeze it with requires_grad_(False), which leaves it "
+                    "out of the averages."
                 )
         return found
 
