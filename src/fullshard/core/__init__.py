@@ -88,6 +88,7 @@ late_grads.py          gradients that arrive without a hook on an output
 finalization.py        backwards that the user ends
 keeping_units.py       units with kept gradients, which all ranks reduce together in the backward that ends the step
 extension.py           tensor subclasses with their own all-gather hooks
+subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 parameter_alias.py     ParameterAlias: parameters from before sharding, aliases of the sharded ones
 reduction_arena.py     ReductionArena: memory with fixed addresses for reductions
 replicas.py            equal weights and buffers on replicas
