@@ -148,3 +148,16 @@ def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_lo
         del collectives._channel.exchange
     assert len(sent) == len(set(sent)) == 3 * 4
     assert {(peer - world.rank) % 9 for _, peer in sent} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@ranks(2)
+def test_sums_of_infinities_and_overflows_are_those_of_plain_addition(world: World, dtype: torch.dtype) -> None:
+    """An infinity on one rank must not become NaN, which clipping treats in another way."""
+    most = torch.finfo(dtype).max
+    found = torch.tensor([[float("inf"), 1.0, -float("inf"), most, most], [1.0, -float("inf"), 2.0, most, -most]], dtype=dtype)
+    for collectives in (GlooCollectives(dist.group.WORLD), CoalescedCollectives(dist.group.WORLD, stages=True)):
+        out = torch.empty(5, dtype=dtype)
+        finish(collectives.reduce_scatter([out], [found[world.rank].repeat(2)], 0.5))
+        largest = float("inf") if out.itemsize == 2 else float(out[3])  # wider ones are halved before they are added
+        assert torch.equal(out, torch.tensor([float("inf"), -float("inf"), -float("inf"), largest, 0.0], dtype=dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 from unittest import mock
 
@@ -212,3 +213,21 @@ def test_a_swap_that_runs_out_of_memory_changes_nothing(world: World) -> None:
         patch.start()  # evaluation took all memory: the weights come back without any
     patch.stop()
     assert all(map(torch.equal, before, [parameter.to_local() for parameter in model.parameters()]))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+@ranks(1, 3)
+def test_a_state_dict_of_averages_in_another_dtype_is_copied(world: World, how: str) -> None:
+    """Averages in float32 of a model in bfloat16. A wrapper had the offset of a view, which copies took for one with memory."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)).to(torch.bfloat16)
+    fullshard.fully_shard(model, mesh=world.mesh)
+    state = fullshard.EMA(model, 0.5).state_dict()
+    if how == "deepcopy":
+        found = copy.deepcopy(state)
+    else:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=False)
+    for name, average in state["averages"].items():
+        assert torch.equal(found["averages"][name].to_local(), average.to_local()), name

@@ -440,3 +440,14 @@ def test_kept_gradients_of_another_dtype_are_shown_on_parameters_that_were_unsha
     model(x).float().sum().backward()
     assert torch.equal(twice, 2 * model.weight.grad.full_tensor())
     assert model.weight.grad_dtype == allowed
+
+
+@ranks(2)
+def test_kept_gradients_follow_a_cast_of_the_model(world: World) -> None:
+    """Those of float32 were added to the kept ones in bfloat16."""
+    model = fully_shard(nn.Linear(4, 4).bfloat16(), mesh=world.mesh)
+    with model.accumulate():
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    model.to(torch.float32)
+    model(torch.full((1, 4), 1.0 + 2.0**-20)).sum().backward()
+    assert torch.equal(model.weight.grad.to_local(), torch.full_like(model.weight.grad.to_local(), 2.0 + 2.0**-20))

@@ -14,9 +14,10 @@ from harness import World, ranks
 from models import assert_near, full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import CPUOffloadPolicy, OffloadPolicy, StateError, _torch, fully_shard
+from fullshard.policies import PRESETS
 
 needs_subclasses = pytest.mark.skipif(
     not _torch.HONOURS_SUBCLASSES, reason="this torch calls no dispatch of DTensor's subclasses"
@@ -267,3 +268,52 @@ def test_sharded_parameters_of_two_meshes_are_named_where_torch_cannot_mix_them(
         assert_near(found.full_tensor(), full(weight).norm(), "norm")
     with pytest.raises(StateError, match="'weight' of unit .* with DTensors of another mesh"):
         first + second
+
+
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch asks no subclass of DTensor")
+@ranks(1, 2)
+def test_means_that_dtensor_computes_wrongly_are_refused_by_name(world: World) -> None:
+    """As in the distance to a pretrained model: the gradient was twice the right one on two ranks."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 5).double()
+    model = fully_shard(copy.deepcopy(plain), mesh=world.mesh)
+    goal = torch.rand(5, 4).double()
+    sharded_goal = distribute_tensor(goal, world.mesh, model.weight.placements)
+    for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits):
+        with pytest.raises(StateError, match=r"of sharded parameter 'weight' .* cannot be computed as a mean"):
+            loss(model.weight, sharded_goal)
+        plain.zero_grad(), model.zero_grad()
+        loss(plain.weight, goal).backward()
+        loss(model.weight, sharded_goal, reduction="none").mean().full_tensor().backward()
+        assert_near(model.weight.grad.full_tensor(), plain.weight.grad, "the gradient")
+
+
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="this torch detaches parameters below autograd")
+@pytest.mark.parametrize("level", ["ZERO3", "ZERO2", "HFSDP"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(2)
+def test_writes_to_local_tensors_of_a_state_dict_are_seen(world: World, level: str, when: str) -> None:
+    """As torch.distributed.checkpoint loads in place. Units that keep parameters, or inner shards, computed with the old ones."""
+    mesh = world.mesh
+    if level == "HFSDP":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, states=PRESETS[level])
+    x = torch.ones(1, 4)
+    state = model.state_dict()
+    model(x).sum().backward()
+    if when == "after":
+        state = model.state_dict()
+    with torch.no_grad():
+        for one in state.values():
+            one.to_local().mul_(2)
+        for one in plain.parameters():
+            one.mul_(2)
+    assert_near(model(x), plain(x), "output")
+    with torch.no_grad():
+        for one in (*model.parameters(), *plain.parameters()):
+            (one.data.to_local() if isinstance(one, DTensor) else one).mul_(0.5)
+    assert_near(model(x), plain(x), "output")

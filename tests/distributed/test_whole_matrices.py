@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -868,3 +869,19 @@ def test_what_whole_view_does_not_take(world: World) -> None:
     with pytest.raises(StateError, match="is no longer sharded, and its state is on its owner only"):
         optimizer.step()
     assert not any(isinstance(parameter, DTensor) for parameter in sharded.parameters())
+
+
+@pytest.mark.parametrize("kind", ["split", "view"])
+@ranks(1)
+def test_a_copy_that_would_lack_the_view_is_refused(world: World, kind: str) -> None:
+    """torch copies settings and states only: the copy stepped a fused matrix as one."""
+    layer = nn.Linear(6, 6, bias=False)
+    fully_shard(layer, mesh=world.mesh)
+    if kind == "split":
+        optimizer = whole_view(torch.optim.Muon(layer.parameters(), lr=0.1), split={layer.weight: 2})
+    else:
+        optimizer = whole_view(Shampoo(layer.parameters()))
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match=r"cannot be copied or pickled: it has a (split of its matrices|whole_view)"):
+            duplicate(optimizer)
+    copy.deepcopy(optimizer.state_dict())

@@ -1770,3 +1770,40 @@ def test_settings_are_compared_by_their_value_wherever_they_are() -> None:
     text = state_dicts._setting_text
     assert text((torch.tensor(0.001), 2)) == text((torch.tensor(0.001, device="cpu"), 2))
     assert text(torch.tensor(0.001)) != text(torch.tensor(0.00100001))
+
+
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@ranks(2)
+def test_plain_tensors_of_state_dicts_are_copies(world: World, kind: StateDictType) -> None:
+    """Buffers, and the step counters of an optimizer, of a sharded state dict followed the training."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with FSDP.state_dict_type(model, kind):
+        weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    held = copy.deepcopy((weights["1.running_mean"], weights["1.num_batches_tracked"], states["state"]["0.weight"]["step"]))
+    step()
+    now = (weights["1.running_mean"], weights["1.num_batches_tracked"], states["state"]["0.weight"]["step"])
+    assert all(map(torch.equal, held, now))
+
+
+@ranks(2)
+def test_settings_of_a_group_without_parameters_are_loaded(world: World) -> None:
+    """As of the biases of a model that has none."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4, bias=False)), use_orig_params=True)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(model, optimizer)
+    loaded = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    optimizer.load_state_dict(loaded)
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0 and optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()

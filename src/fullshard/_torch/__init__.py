@@ -140,6 +140,7 @@ from fullshard._torch.dtensors import (
     turned_into_parameter,
     waited,
     whole_of,
+    with_version_of,
 )
 from fullshard._torch.flops import (
     count_flops,
@@ -391,6 +392,7 @@ __all__ = [
     "wait_for_event",
     "waited",
     "whole_of",
+    "with_version_of",
     "without_post_grad_hooks",
     "world_size",
     "writes",

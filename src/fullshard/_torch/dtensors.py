@@ -46,6 +46,7 @@ __all__ = [
     "turned_into_parameter",
     "waited",
     "whole_of",
+    "with_version_of",
 ]
 
 
@@ -176,6 +177,16 @@ def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
 def local_pair(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return the local tensors of two DTensors with equal placements; other tensors unchanged."""
     return getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
+
+
+def with_version_of(detached: DTensor, origin: DTensor) -> DTensor:
+    """Have the local tensor of `detached`, a result of `origin.detach()`, share the version counter of that of `origin`.
+
+    DTensor's dispatch detaches the local tensor below autograd, which gives it a counter of its own. Then writes to local
+    tensors in a state dict, as of torch.distributed.checkpoint, would not be seen in the shards.
+    """
+    detached._local_tensor = origin._local_tensor.detach()
+    return detached
 
 
 def point_at(tensor: DTensor, local: Tensor) -> None:

@@ -459,12 +459,10 @@ class GlooCollectives:
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:
     """Write (mine + theirs) * scale to `out` (all 1-D), bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
 
-    Multiplication by a power of two is exact, so `addr`, which computes mine * scale + theirs * scale, gives the same bits.
-    `lerp` is four times as fast, but gives the same bits for 16-bit dtypes only, which it computes in 32 bits.
+    Multiplication by a power of two is exact, so `addr`, which computes mine * scale + theirs * scale, gives the same bits, but
+    not for 16-bit dtypes, which it computes in 32 bits.
     """
-    if scale == 0.5 and out.itemsize == 2:
-        torch.lerp(mine, theirs, 0.5, out=out)
-    elif scale != 1.0 and frexp(scale)[0] == 0.5 and out.itemsize >= 4 and out.numel():
+    if scale != 1.0 and frexp(scale)[0] == 0.5 and out.itemsize >= 4 and out.numel():
         torch.addr(mine.view(-1, 1), theirs, mine.new_ones(1), beta=scale, alpha=scale, out=out.view(-1, 1))
     else:
         torch.add(mine, theirs, out=out)

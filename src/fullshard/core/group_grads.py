@@ -127,6 +127,8 @@ class GroupGradients:
         """
         self._parameters, self._dtype, self._log = parameters, dtype, log
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
+        if self.has_local:
+            self.widen(dtype)  # of an earlier group, whose parameters had another dtype
         self.exposed = False
         # Unsharded parameters whose `.grad` may have any dtype while kept gradients are exposed, and their own `grad_dtype`.
         self._lifted: list[tuple[nn.Parameter, torch.dtype]] = []
@@ -146,7 +148,7 @@ class GroupGradients:
                 parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Change the dtype of kept gradients to `dtype`."""
+        """Change the dtype of kept gradients to `dtype`, narrower or wider."""
         self._dtype = dtype
         for parameter in self._parameters:
             if parameter.local_grad is not None:

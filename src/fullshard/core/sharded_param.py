@@ -315,7 +315,8 @@ class ShardedParameter:
     def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """Return a DTensor with the placements of the sharded parameter and the local tensor `local`."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.sharding.is_plain:
-            return _torch.dtensor(local, self.sharding.spec(local.dtype))
+            # A wrapper with a storage offset would be taken for a tensor with memory.
+            return _torch.dtensor(_torch.as_own_storage(local), self.sharding.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 
     # --- the unsharded parameter ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ _RANDOM_FILLS = frozenset(
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
 
+# Losses whose mean DTensor computes from the means of the shards, with wrong gradients: place of their argument `reduction`.
+_MEAN_LOSSES = {
+    torch.ops.aten.mse_loss.default: 2,
+    torch.ops.aten.huber_loss.default: 2,
+    torch.ops.aten.smooth_l1_loss.default: 2,
+    torch.ops.aten.binary_cross_entropy_with_logits.default: 4,
+}
+_MEAN = 1  # of torch.nn._reduction
+
+
 class ShardedDTensor(DTensor):
     """A sharded parameter, or a view of one. Other operations return DTensors, as does `detach()` of a parameter.
 
@@ -73,6 +83,8 @@ class ShardedDTensor(DTensor):
             _before_writes((args[0] if args else None, out))
         if kwargs:
             kwargs = {key: _to_plain(value, sharded) for key, value in kwargs.items()}
+        if func in _MEAN_LOSSES:
+            _refuse_mean(func, sharded, args, kwargs or {})
         try:
             made = func(*plain, **(kwargs or {}))
         except RuntimeError as error:  # also NotImplementedError, a subclass
@@ -104,8 +116,8 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A tensor with the same memory and a separate version counter. Writes to it are recorded all the same."""
-        made = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        """A DTensor with the same memory and a separate version counter. Writes to it are recorded all the same."""
+        made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         back = _back_reference(self)
         if back is not None and type(made) is DTensor:
             made.__dict__[_VIEWED] = back
@@ -123,7 +135,7 @@ class ShardedDTensor(DTensor):
 
     def detach(self) -> Any:
         """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
-        made = super().detach()  # type: ignore[misc]
+        made = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # it requires that `detach` returns the class of its argument
             _set_class(made, ShardedDTensor)
         return made
@@ -266,6 +278,17 @@ def _check_supported(func: Any, sharded: list[ShardedDTensor], written: tuple[An
                 f"{func} cannot write to an element or a row of sharded {names}: outside of the unit's forward a rank has only "
                 f"its shard, and the element or row is a copy. {_REMEDY}"
             )
+
+
+def _refuse_mean(func: Any, sharded: list[ShardedDTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise StateError for a mean loss of a sharded parameter, whose gradient would be wrong."""
+    place = _MEAN_LOSSES[func]
+    reduction = args[place] if len(args) > place else kwargs.get("reduction", _MEAN)
+    if reduction == _MEAN and (names := _names(sharded)):
+        raise StateError(
+            f"{func} of sharded {names} cannot be computed as a mean: DTensor averages the shards, with wrong gradients. "
+            "Compute the mean of reduction='none', as in F.mse_loss(p, target, reduction='none').mean()."
+        )
 
 
 def _to_plain(value: Any, sharded: list[ShardedDTensor]) -> Any:

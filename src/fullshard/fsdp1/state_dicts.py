@@ -53,6 +53,8 @@ class StateDictFormat:
             local = _torch.local_tensor(value).detach()
             copied = local.to("cpu" if self.to_cpu else local.device, copy=True)
             return _torch.dtensor(copied, _torch.spec_of(value))
+        if not self.rows:
+            return value.detach().to("cpu" if self.to_cpu else value.device, copy=True)
         value = _torch.local_part(value)
         return value.cpu() if self.to_cpu else value
 
@@ -336,11 +338,8 @@ def _prepare_to_load(
     state.update({key: values for key, values in saved["state"].items() if key not in parameters})
     if "param_groups" not in saved:
         return _LoadedState(parameters, state, None)
-    settings_of = {
-        name: {key: value for key, value in entry.items() if key not in ("params", "param_names")}
-        for entry in saved["param_groups"]
-        for name in entry["params"]
-    }
+    settings_of = {name: _settings(entry) for entry in saved["param_groups"] for name in entry["params"]}
+    empty = [entry for entry in saved["param_groups"] if not entry["params"]]  # a group without parameters has settings, too
     settings: list[dict[str, Any]] = []
     for own in names:
         missing = [name for name in own if name not in settings_of]
@@ -349,7 +348,7 @@ def _prepare_to_load(
                 f"The saved optimizer has no parameters {missing[:3]}, which the optimizer to load trains. Use the same model "
                 "and parameters."
             )
-        kept = settings_of[own[0]] if own else {}
+        kept = settings_of[own[0]] if own else _settings(empty.pop(0) if empty else {})
         other = next((name for name in own if settings_of[name] != kept), None)
         if other is not None:
             raise ValueError(
@@ -358,6 +357,11 @@ def _prepare_to_load(
             )
         settings.append({**kept, "params": list(own)})
     return _LoadedState(parameters, state, settings)
+
+
+def _settings(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an entry of `param_groups`."""
+    return {key: value for key, value in entry.items() if key not in ("params", "param_names")}
 
 
 def _with_clean_names(saved: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fullshard.core import ShardedParameter, logical_parameters, owner_of
 from fullshard.errors import warn_once
 from fullshard.optim.matrix_owners import Exchanges
 from fullshard.optim.pieces import Piece, Splits, pieces_of
+from fullshard.optim.step_wrapper import refuse_copies
 
 WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
 
@@ -35,6 +36,7 @@ def is_muon(optimizer: optim.Optimizer) -> bool:
 def set_splits(optimizer: optim.Optimizer, splits: Splits) -> None:
     """Set how the matrices of a Muon are split, from its next step on."""
     optimizer.__dict__[_SPLITS] = splits
+    refuse_copies(optimizer, "a split of its matrices")
 
 
 def splits_of(optimizer: optim.Optimizer) -> Splits | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from fullshard.errors import StateError
+
 
 def wrap_step(optimizer: Optimizer, around: Callable[..., Any], *, caller: str) -> None:
     """Let `optimizer.step(...)` call `around(optimizer, step, ...)`, where `step(...)` is that of the optimizer's class.
@@ -33,4 +35,17 @@ def wrap_step(optimizer: Optimizer, around: Callable[..., Any], *, caller: str) 
     optimizer.step = MethodType(Optimizer.profile_hook_step(wrapped), optimizer)  # type: ignore[method-assign]
 
 
-__all__ = ["wrap_step"]
+def refuse_copies(optimizer: Optimizer, what: str) -> None:
+    """Let copies and pickles of `optimizer` raise StateError: torch leaves out `what`, so a copy would step otherwise."""
+
+    def refuse(protocol: Any) -> Any:
+        raise StateError(
+            f"This {type(optimizer).__name__} cannot be copied or pickled: it has {what}, which its copy would lack. Save its "
+            "state_dict(), build another one in the same way, and load it there."
+        )
+
+    # Both `copy.deepcopy` and `pickle` look for the method in the instance.
+    optimizer.__reduce_ex__ = refuse  # type: ignore[assignment, method-assign]
+
+
+__all__ = ["refuse_copies", "wrap_step"]

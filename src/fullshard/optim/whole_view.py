@@ -26,7 +26,7 @@ from fullshard.optim.muon import is_muon, set_splits
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost
 from fullshard.optim.pieces import Piece, Split, Splits, current, is_same, pieces_of
-from fullshard.optim.step_wrapper import wrap_step
+from fullshard.optim.step_wrapper import refuse_copies, wrap_step
 
 # Tolerance for the step of one parameter alone, relative to its norm: kernels over several tensors may round otherwise.
 _TOLERANCE = 1e-2
@@ -110,6 +110,7 @@ def whole_view(
     view_of = _WholeView(optimizer, splits, cost, restorable)
     wrap_step(optimizer, view_of.step, caller="whole_view")
     optimizer.__dict__[_VIEW] = view_of
+    refuse_copies(optimizer, "a whole_view")
     optimizer.register_load_state_dict_post_hook(lambda _: view_of.note_loaded())
     return optimizer
 
