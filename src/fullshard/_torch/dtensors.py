@@ -183,9 +183,11 @@ def with_version_of(detached: DTensor, origin: DTensor) -> DTensor:
     """Have the local tensor of `detached`, a result of `origin.detach()`, share the version counter of that of `origin`.
 
     DTensor's dispatch detaches the local tensor below autograd, which gives it a counter of its own. Then writes to local
-    tensors in a state dict, as of torch.distributed.checkpoint, would not be seen in the shards.
+    tensors in a state dict, as of torch.distributed.checkpoint, would not be seen in the shards. A tensor subclass stays as it
+    was detached: the values of a wrapper are those of tensors inside of it.
     """
-    detached._local_tensor = origin._local_tensor.detach()
+    if type(origin._local_tensor) is Tensor:
+        detached._local_tensor = origin._local_tensor.detach()
     return detached
 
 
