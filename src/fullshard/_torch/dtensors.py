@@ -180,7 +180,7 @@ def local_pair(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_version_of(detached: DTensor, origin: DTensor) -> DTensor:
-    """Have the local tensor of `detached`, a result of `origin.detach()`, share the version counter of that of `origin`.
+    """Give the local tensors of `origin` and of `detached`, its `detach()`, one version counter.
 
     DTensor's dispatch detaches the local tensor below autograd, which gives it a counter of its own. Then writes to local
     tensors in a state dict, as of torch.distributed.checkpoint, would not be seen in the shards. A tensor subclass stays as it

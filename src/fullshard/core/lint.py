@@ -67,7 +67,7 @@ def check_before_forward(unit: Unit, root: nn.Module) -> None:
     """
     unit.checks.lint = False
     mark_modules(unit)
-    # Private: the attribute by which torch marks such parameters.
+    # Private: `_in_backward_optimizers`, an attribute that torch's function sets on its parameters.
     stepped = [parameter.name for parameter in unit.parameters if "_in_backward_optimizers" in parameter.sharded.__dict__]
     if stepped:
         unit.checks.lint = True

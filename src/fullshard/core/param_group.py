@@ -208,7 +208,7 @@ class ParamGroup:
 
     @property
     def standing_memory(self) -> int:
-        """Bytes of buffers, between steps, that the next step uses as they are: what is not stale, and what is kept."""
+        """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
         versions = self.shard_versions()
         total = sum(memory.nbytes for memory in self._reduced_shards)
         for buffer, current in ((self._buffer, versions), (self._inner_shard, [self.fingerprints.log.epoch, *versions])):

@@ -785,7 +785,7 @@ class Unit:
 
     @property
     def standing_memory(self) -> int:
-        """Bytes of its buffers, between steps, that the next step uses as they are."""
+        """Bytes of its allocated buffers that the next step does not allocate again. Read this between steps."""
         return sum(group.standing_memory for group in self.groups)
 
     def owns_memory_of(self, tensor: Tensor) -> bool:

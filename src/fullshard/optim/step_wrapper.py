@@ -36,7 +36,7 @@ def wrap_step(optimizer: Optimizer, around: Callable[..., Any], *, caller: str) 
 
 
 def refuse_copies(optimizer: Optimizer, what: str) -> None:
-    """Let copies and pickles of `optimizer` raise StateError: torch leaves out `what`, so a copy would step otherwise."""
+    """Refuse copies and pickles of `optimizer` with StateError, since torch's copies lack `what`."""
 
     def refuse(protocol: Any) -> Any:
         raise StateError(
