@@ -15,7 +15,7 @@ REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode files every rank of the tests compiles all modules again
 
-.PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check pictures docs docs-links clean
+.PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check gpu-test pictures docs docs-links clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -100,6 +100,10 @@ pictures: $(READY)  ## draw the pictures and write the tables of the documentati
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about six minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py
+
+gpu-test: $(READY)  ## run the tests of the CPU with all tensors on one GPU (about five minutes)
+	@echo "== running the tests of the CPU on one GPU"
+	@FULLSHARD_TESTS=all $(PYTHON) -m pytest tests/gpu --numprocesses 8 --dist load
 
 docs: $(DOCS)  ## build the site into build/site; warnings and broken links are errors
 	@echo "== building the site"

@@ -46,11 +46,11 @@ ROOMS = [TESTS, *sorted(str(path) for path in Path(TESTS).iterdir() if path.is_d
 class World:
     """What a body gets: its rank, and the mesh of all of them. On the asynchronous device also what tells of that device."""
 
-    def __init__(self, rank: int, size: int, device: Any = None) -> None:
+    def __init__(self, rank: int, size: int, kind: str = "cpu", device: Any = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.rank, self.size, self.device = rank, size, device
-        self.mesh = init_device_mesh("cpu" if device is None else "sim", (size,), mesh_dim_names=("shard",))
+        self.mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
 
     def mine(self, batch: Any) -> Any:
         """This rank's part of a global batch. A copy: on some processors products round by where in memory a value begins."""
@@ -76,15 +76,20 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
     from fullshard import errors
 
     torch.set_num_threads(1)
-    device, backend = None, "gloo"
-    if kind != "cpu":
+    device, backend, where = None, "gloo", kind.removeprefix("all ")
+    if where == "sim":
         import simulated
 
         device, backend = simulated.load(bare=kind != "all sim"), "cpu:gloo,sim:sccl"
-        if kind == "all sim":
-            simulated.settle_here()
+    if where == "cuda":  # one GPU for all ranks, which nccl refuses
+        backend = "cpu:gloo,cuda:gloo"
+        _send_by_way_of_the_host("CUDA")
+    if kind.startswith("all "):
+        import simulated
+
+        simulated.settle_on(where)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    world = World(rank, size, device)
+    world = World(rank, size, where, device)
     connection.send("ready")
     while True:
         try:
@@ -98,6 +103,29 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
             connection.send(None)
         except BaseException:
             connection.send(traceback.format_exc())
+
+
+def _send_by_way_of_the_host(key: str) -> None:
+    """Have DTensor's collectives copy to the host and back: over gloo, torch's own crash for tensors on a GPU.
+
+    key: the dispatch key of the device.
+    """
+    import torch
+
+    functional = torch.ops._c10d_functional
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    _LIBRARIES.append(library)
+
+    def staged(name: str) -> Callable[..., Any]:
+        send = getattr(functional, name)
+        return lambda tensor, *arguments: functional.wait_tensor(send(tensor.cpu(), *arguments)).to(tensor.device)
+
+    for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor"):
+        library.impl(name, staged(name), key)
+    library.impl("wait_tensor", lambda tensor: tensor, key)
+
+
+_LIBRARIES: list[Any] = []  # for as long as the process lives
 
 
 def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
@@ -158,10 +186,14 @@ def forks() -> multiprocessing.context.ForkServerContext:
 
 
 class Pool:
-    """The processes of one world size. kind: "cpu"; "sim" for those that have the asynchronous device, too; "all sim" where all is there."""
+    """The processes of one world size. kind: "cpu"; "sim" for those that have the asynchronous device, too; "all sim" where all is
+    there, "all cuda" where all is on one GPU.
+    """
 
     def __init__(self, size: int, kind: str = "cpu") -> None:
-        context = forks()
+        # The server of forks has asked for GPUs, behind which its children may not.
+        context: Any = multiprocessing.get_context("spawn") if kind == "all cuda" else forks()
+        self._threads = THREADS if kind != "all cuda" else 4 * THREADS  # CUDA's own come on top
         descriptor, self._store = tempfile.mkstemp(prefix="fullshard-store")
         os.close(descriptor)
         os.unlink(self._store)
@@ -201,7 +233,7 @@ class Pool:
             pytest.fail(
                 "\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False
             )
-        if threads(self._processes[0].pid) > THREADS:
+        if threads(self._processes[0].pid) > self._threads:
             self.close(stacks=False)
 
     def close(self, *, stacks: bool = True) -> None:

@@ -81,24 +81,24 @@ def _build(built: Path) -> None:
 
 
 class _Here(DeviceContext):
-    """As `torch.set_default_device("sim")`; random numbers of a generator of the host's are drawn there, then moved."""
+    """As `torch.set_default_device()`; random numbers of a generator of the host's are drawn there, then moved."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is not None and kwargs.get("device") is None and func in _device_constructors():
-            return func(*args, **kwargs).to("sim")
+            return func(*args, **kwargs).to(self.device)
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def settle_here() -> None:
-    """Have programs that know the CPU only run on the device, in this thread and for good: their tensors, and their meshes."""
+def settle_on(device: str) -> None:
+    """Have programs that know the CPU only run on a device, in this thread and for good: their tensors, and their meshes."""
     make = device_mesh.init_device_mesh
 
     def init_device_mesh(kind: str, *args: Any, **kwargs: Any) -> Any:
-        return make("sim" if kind == "cpu" else kind, *args, **kwargs)
+        return make(device if kind == "cpu" else kind, *args, **kwargs)
 
     device_mesh.init_device_mesh = dist.init_device_mesh = init_device_mesh
-    _Here(torch.device("sim")).__enter__()
+    _Here(torch.device(device)).__enter__()
 
 
 class _Device:
@@ -171,4 +171,4 @@ def _settle(extension: Any) -> None:
         time.sleep(0.01)
 
 
-__all__ = ["NEEDS", "build", "compiler", "load", "settle_here"]
+__all__ = ["NEEDS", "build", "compiler", "load", "settle_on"]

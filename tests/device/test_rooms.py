@@ -94,15 +94,15 @@ def built() -> None:
     simulated.build()
 
 
-def moved(name: str, test: Any) -> Any:
+def moved(name: str, test: Any, kind: str = "all sim", not_there: dict[str, str] = NOT_THERE) -> Any:
     """The test, whose ranks have all there is on the device."""
     body = test.body
 
     def there(size: int, **arguments: Any) -> None:
         for value in arguments.values():
-            if f"{name}[{value}]" in NOT_THERE:
-                pytest.skip(NOT_THERE[f"{name}[{value}]"])
-        pool(size, "all sim").run(body.__module__, body.__name__, arguments, 120.0)
+            if f"{name}[{value}]" in not_there:
+                pytest.skip(not_there[f"{name}[{value}]"])
+        pool(size, kind).run(body.__module__, body.__name__, arguments, 120.0)
 
     there.__signature__ = inspect.signature(test)  # type: ignore[attr-defined]
     there.__doc__, there.pytestmark = test.__doc__, copy.copy(test.pytestmark)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from checkpoints import CUTS, Net, saved, sharded, values, written
 from exits import Rank, run_job, soon
 from harness import World, ranks
-from torch import nn
+from torch import Tensor, nn
 
 import fullshard
 from fullshard.weights.rules import Convert, Merge, Rename, RenameBy, Sort, Split
@@ -215,6 +216,25 @@ def test_a_step_inside_of_a_bucket_is_told_and_averages_do_not_mind_it(world: Wo
     next(stream)
     optimizer.step()
     list(stream)
+
+
+@ranks(1)
+def test_an_update_of_averages_is_told_where_foreach_counts_no_version(world: World) -> None:
+    """As on a GPU, where iter_full() gave averages of before and of behind it."""
+    model = sharded(world, "rows", meta=False)
+    fullshard.load_weights(model, written(world, "averages", saved()))
+    ema, lerp = fullshard.EMA(model, 0.5), torch._foreach_lerp_
+
+    def uncounted(averages: list[Tensor], *arguments: Any) -> None:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(averages)):
+            lerp(averages, *arguments)
+
+    stream = fullshard.weights.iter_full(model, weights=ema)
+    next(stream)
+    with mock.patch.object(torch, "_foreach_lerp_", uncounted):
+        ema.update()
+    with pytest.raises(fullshard.StateError, match="was written during iter_full"):
+        list(stream)
 
 
 @ranks(2)

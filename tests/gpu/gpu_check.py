@@ -674,6 +674,7 @@ class Case:
     way: str = "plain"
     sizes: tuple[int, int] = (24, 52)
     mesh: tuple[int, ...] = ()
+    level: str = "ZERO3"
     offload: bool | None = None
     ahead: bool = False  # gather everything ahead, and keep three reductions on their way
     lane: str = "napping"
@@ -682,6 +683,7 @@ class Case:
     def name(self) -> str:
         said = [self.dtype, f"keep {self.keep}", "packed" if self.packed else "direct", self.way]
         said += [f"mesh {'x'.join(map(str, self.mesh))}"] if self.mesh else []
+        said += [] if self.level == "ZERO3" else [self.level]
         said += [f"offload {'pinned' if self.offload else 'unpinned'}"] if self.offload is not None else []
         said += ["all ahead"] if self.ahead else []
         said += [f"sizes {self.sizes}"] if self.sizes != (24, 52) else []
@@ -716,19 +718,27 @@ def ways(carrier: str) -> Iterator[Case]:
         yield Case(carrier, dtype, ahead=True, keep=True, way="checkpoint")
 
 
+def levels(carrier: str, names: Sequence[str] = ("ZERO2", "ZERO1"), mesh: tuple[int, ...] = ()) -> Iterator[Case]:
+    """Levels of ZeRO, with one and with several microbatches, and evaluation between steps."""
+    for level in names:
+        for dtype in ("fp32", "bf16"):
+            for way in ("plain", "accumulate", "eval", "raises"):
+                yield Case(carrier, dtype, way=way, level=level, mesh=mesh)
+
+
 def cases_alone() -> list[Case]:
     found = [*layouts("own", list(DTYPES), (None, True, False)), *ways("own")]
     found += [Case("own", sizes=(7, 13)), Case("own", lane="own"), Case("own", mesh=(1, 1))]
     for pinned in (True, False):
         found += [Case("own", dtype, offload=pinned, way=way) for dtype in ("fp32", "bf16") for way in ("plain", "accumulate")]
-    return found
+    return [*found, *levels("own")]
 
 
 def cases_nccl() -> list[Case]:
     found = [*layouts("nccl", ("fp32", "bf16"), (True, False)), *ways("nccl"), Case("nccl", sizes=(7, 13))]
     for dtype in ("fp32", "bf16"):  # the sum over replicas is nccl's, too
         found += [Case("nccl", dtype, mesh=(1, 1), way=way) for way in ("plain", "accumulate", "hooks", "raises")]
-    return found
+    return [*found, *levels("nccl"), *levels("nccl", ["HFSDP"], (1, 1))]
 
 
 def cases_sanitized() -> list[Case]:
@@ -747,9 +757,14 @@ def cases_staged() -> list[Case]:
     return found
 
 
+def cases_of_levels() -> list[Case]:
+    return [*levels("staged"), *levels("staged", ["HFSDP"], (2, 1))]
+
+
 def cases_of_four() -> list[Case]:
     found = [*layouts("staged", ("fp32", "bf16"), (2,)), Case("staged", keep=2, way="checkpoint")]
     found += [Case("staged", dtype, mesh=(2, 2)) for dtype in ("fp32", "bf16")]
+    found += [*levels("staged", ["HFSDP"], (2, 2)), Case("staged", mesh=(2, 2), level="HFSDP", sizes=(7, 13))]
     return [*found, Case("staged", mesh=(2, 2), sizes=(7, 13))]
 
 
@@ -791,6 +806,7 @@ def shard_stack(world: World, model: Stack, case: Case, seed: int) -> Stack:
         "mesh": world.mesh(*case.mesh),
         "mp_policy": MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce),
         "reshard_after_forward": case.keep,
+        "states": getattr(fullshard, case.level),
         "comm_policy": comm_of(world, case, seed),
         # The heartbeat finds ranks of planted faults desynced before their gradients are looked at.
         "check_policy": CheckPolicy(poison=True, heartbeat=case.lane not in CONTROLS),
@@ -1552,24 +1568,35 @@ def aim(world: World, name: str, found: float, goal: float) -> None:
 
 def foresight(world: World) -> None:
     """A step of a decoder as it is predicted on a laptop: memory, messages and time, beside what is measured here."""
-    for shape in SHAPES[:2]:
+    for shape, optimizer in ((SHAPES[0], "adamw-fused"), (SHAPES[1], "adamw-fused"), (SHAPES[0], "muon")):
         if not world.cuda:
             shape = dataclasses.replace(shape, depth=2, dim=32, hidden=64, tokens=16)
-        with world.report.guarded(f"foresight, {shape.name}"):
-            foresight_of(world, shape)
+            optimizer = optimizer.removesuffix("-fused")
+        label = f"foresight, {shape.name}" + ", Muon" * (optimizer == "muon")
+        with world.report.guarded(label):
+            foresight_of(world, shape, optimizer, label)
         free_all(world)
 
 
-def foresight_of(world: World, shape: Shape) -> None:
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """As `explain(optimizer="muon")` divides the parameters."""
+    choice = fullshard.matrices_of(model)
+    return [torch.optim.Muon(choice.matrices), torch.optim.AdamW(choice.rest)]
+
+
+def foresight_of(world: World, shape: Shape, kind: str, label: str) -> None:
     make = partial(sequence, partial(DecoderBlock, shape.dim, shape.hidden), shape.depth)
     x = torch.randn(shape.batch, shape.tokens, shape.dim, device=world.device)
     model = ours_on(world, MIXED)(make(world.device))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=world.cuda)
+    optimizers = (
+        muon_and_adamw(model) if kind == "muon" else [torch.optim.AdamW(model.parameters(), fused=kind.endswith("fused"))]
+    )
 
     def step() -> None:
         model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     free_all(world)
     step()
@@ -1586,10 +1613,9 @@ def foresight_of(world: World, shape: Shape) -> None:
         mp_policy=MixedPrecisionPolicy(*MIXED),
         plan=ModuleWrapPolicy({DecoderBlock}),
         loss=lambda output: output.float().square().mean(),
-        optimizer="adamw-fused" if world.cuda else "adamw",
+        optimizer=kind,
     )
     assert run.peak is not None and run.reserved is not None
-    label = f"foresight, {shape.name}"
     world.report.check(list(run.messages) == list(r.messages), f"{label}: messages are those that were predicted")
     for what, found, predicted in (("tensors", run.peak, r.peak), ("reserved", run.reserved, r.reserved)):
         part, limit = predicted / found, 0.05 if what == "tensors" else 0.08
@@ -1638,6 +1664,73 @@ def direct_or_packed(world: World) -> None:
         del steps
         free_all(world)
     world.report.table(["bytes of a parameter", "direct (us)", "packed (us)", "direct of packed"], rows)
+
+
+class LlamaMatrices(nn.Module):
+    """The matrices of one layer of Llama 8B."""
+
+    def __init__(self, dim: int = 4096, heads: int = 1024, hidden: int = 14336) -> None:
+        super().__init__()
+        shapes = [(dim, dim), (heads, dim), (heads, dim), (dim, dim), (hidden, dim), (hidden, dim), (dim, hidden)]
+        self.weights = nn.ParameterList([torch.empty(shape) for shape in shapes])
+
+
+def muon(world: World) -> None:
+    """Muon's step of rank 0 of 64 over all matrices of Llama 8B, beside plain Newton-Schulz of those that this rank owns."""
+    layer = LlamaMatrices if world.cuda else partial(LlamaMatrices, 64, 16, 128)
+    model = sequence(layer, 32 if world.cuda else 2, torch.device("meta"))
+    shard_ours(model, world.mesh(), (None, None)).to_empty(device=world.device)
+    owned, matrices = [], list(model.named_parameters())
+    plan = fullshard.plan_owners(matrices, world.ranks)
+    for parameter, owner in zip(model.parameters(), plan.owners):
+        nn.init.normal_(parameter.to_local(), std=0.02)
+        parameter.grad = parameter.detach() * 0.01
+        if owner == 0:
+            owned.append(nn.Parameter(torch.randn(parameter.shape, device=world.device)))
+            owned[-1].grad = torch.randn_like(owned[-1])
+    # What arrives over a fake group is what was in that memory. Numbers of usual size take a usual time.
+    del parameter
+    noise = torch.randn(2**30 if world.cuda else 2**10, device=world.device)
+    del noise
+    sharded, plain = torch.optim.Muon(model.parameters()), torch.optim.Muon(owned)
+    steps = {"fullshard": sharded.step, "Newton-Schulz alone": plain.step}
+    times = interleaved(world, steps, 15 if world.cuda else 2, settle=True)
+    host = interleaved(world, steps, 15 if world.cuda else 2, settle=False)
+    rows = [[name, f"{median(times[name]) * 1e3:.1f}", f"{median(host[name]) * 1e3:.1f}"] for name in steps]
+    world.report.table([f"Muon, 8B, rank 0 of {world.ranks}: {len(owned)} matrices", "ms", "host, ms"], rows)
+    world.report.say(NOTE, "Muon, 8B: of Newton-Schulz alone", f"{ratio(times['fullshard'], times['Newton-Schulz alone']):.2f}")
+    if world.cuda:
+        milliseconds = median(times["fullshard"]) * 1e3
+        world.report.check(milliseconds <= 25, "Muon, 8B: milliseconds beside messages", f"{milliseconds:.1f}, at most 25")
+        del plain, owned
+        free_all(world)
+        torch.cuda.reset_peak_memory_stats()
+        rest = torch.cuda.memory_allocated()
+        sharded.step()
+        world.sync()
+        peak = (torch.cuda.max_memory_allocated() - rest) / MIB
+        world.report.say(NOTE, "Muon, 8B: MiB above rest", f"{peak:.0f}, exchange by the plan {plan.peak_nbytes(0) / MIB:.0f}")
+
+
+def muon_alone(world: World) -> None:
+    """Muon's steps of one rank by fullshard, by DTensor under FSDP2, and of a plain model; the weights of all after them."""
+    dim, depth = (2048, 8) if world.cuda else (32, 2)
+    make = partial(sequence, partial(DecoderBlock, dim, 11 * dim // 4), depth, world.device)
+    models = {"fullshard": ours_on(world)(make()), "FSDP2": theirs_on(world)(make()), "plain": make()}
+    optimizers = {}
+    for name, model in models.items():
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        for parameter in matrices:
+            parameter.grad = parameter.detach() * 0.01
+        optimizers[name] = torch.optim.Muon(matrices)
+    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    times = interleaved(world, steps, 10 if world.cuda else 2, settle=True)
+    host = interleaved(world, steps, 10 if world.cuda else 2, settle=False)
+    rows = [[name, f"{median(times[name]) * 1e3:.1f}", f"{median(host[name]) * 1e3:.1f}"] for name in steps]
+    world.report.table(["Muon, one rank", "ms", "host, ms"], rows)
+    plain = dict(models["plain"].named_parameters())
+    differ = [name for name, p in models["fullshard"].named_parameters() if not torch.equal(p.to_local(), plain[name])]
+    world.report.check(not differ, "Muon, one rank: bit for bit the plain model", f"{len(differ)} differ: {differ[:3]}")
 
 
 # --- 6. memory of the process group, symmetric memory ----------------------------------------------------------------------
@@ -1850,6 +1943,7 @@ def jobs() -> list[Job]:
         Job("parity", "one rank", partial(parity, cases_alone)),
         Job("parity", "one rank, nccl", partial(parity, cases_nccl)),
         Job("parity", "two ranks, staged", partial(parity, cases_staged), "gloo", 2, limit=150),
+        Job("parity", "two ranks, staged, levels", partial(parity, cases_of_levels), "gloo", 2),
         Job("parity", "four ranks, staged", partial(parity, cases_of_four), "gloo", 4),
         Job("parity", "mirror of four", partial(parity, cases_mirror), "fake", pretend=4),
         Job("parity", "controls", controls, "fake", pretend=4, limit=60),
@@ -1867,6 +1961,8 @@ def jobs() -> list[Job]:
         Job("memory", "fake group of 64", memory, "fake", pretend=64, limit=60),
         Job("memory", "one rank, nccl", memory, limit=60),
         Job("table", "fake group of 8", baseline, "fake", pretend=8, limit=150),
+        Job("table", "Muon, fake group of 64", muon, "fake", pretend=64, limit=60),
+        Job("table", "Muon, one rank", muon_alone, limit=60),
         Job("table", "foresight, one rank", foresight, limit=90),
         Job("table", "foresight, fake group of 8", foresight, "fake", pretend=8, limit=90),
         Job("time", "direct or packed, nccl", direct_or_packed, limit=40),

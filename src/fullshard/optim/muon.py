@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, optim
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters, owner_of
+from fullshard.core import ShardedParameter, back_references, owner_of
 from fullshard.errors import warn_once
 from fullshard.optim.matrix_owners import Exchanges
 from fullshard.optim.pieces import Piece, Splits, pieces_of
@@ -108,12 +108,15 @@ class MuonStep:
         # One object for all matrices of the group, by which `runs` finds those that are computed together. A copy, since Muon's
         # step may be called again, by a scheduler with other options, before the end of this one.
         options, rest = dict(group), list[tuple[Tensor, ...]]()
-        for tensors in zip(*lists):
-            members = self._members_of(tensors, options)
-            if members is None:
+        # By list: an optimizer lists hundreds of matrices.
+        specs, locals_ = (zip(*map(found, lists)) for found in (_torch.specs_of, _torch.locals_of))
+        for tensors, reference, specs_of_matrix, shards in zip(zip(*lists), back_references(lists[0]), specs, locals_):
+            parameter = None if reference is None else reference()
+            pieces = None if parameter is None else self._pieces_for(parameter, specs_of_matrix)
+            if pieces is None:
                 rest.append(tensors)
             else:
-                self._members += members
+                self._members += [_Member(one, *map(one.part, shards), options) for one in pieces]
         if rest:
             self._rest.append((options, tuple(map(list, zip(*rest))), bool(result)))
         for listed in lists:
@@ -152,22 +155,18 @@ class MuonStep:
             for options, lists, has_complex in rest:
                 _torch.step_muon(lists, options, has_complex=has_complex)
 
-    def _members_of(self, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> list[_Member] | None:
-        """Return a sharded matrix with gradient and momentum, or its pieces; None for one that torch's function computes."""
-        parameter = next(iter(logical_parameters(tensors[:1])), None)
-        if parameter is None or owner_of(parameter) is None:
+    def _pieces_for(self, parameter: ShardedParameter, specs: Iterable[Any]) -> list[Piece] | None:
+        """Return the pieces of a sharded matrix; None if torch computes it. `specs`: of it, its gradient and momentum."""
+        if owner_of(parameter) is None:
             return None
         if parameter not in self._pieces:
             self._pieces[parameter] = self._pieces_of(parameter)
         pieces, expected = self._pieces[parameter], parameter.spec
-        if pieces is None:
-            return None
-        for spec in _torch.specs_of(tensors):
-            if spec is None or spec.mesh != expected.mesh or spec.placements != expected.placements:
+        for spec in specs if pieces is not None else ():
+            if spec is not expected and (spec is None or spec.placements != expected.placements or spec.mesh != expected.mesh):
                 self._warn_of_dtensor(f"Gradient or momentum of parameter '{parameter.name}' is distributed otherwise.")
                 return None
-        local, grad, momentum = _torch.locals_of(tensors)
-        return [_Member(one, one.part(local), one.part(grad), one.part(momentum), options) for one in pieces]
+        return pieces
 
     def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:
         how = None if self._splits is None else self._splits.of(parameter)
@@ -221,13 +220,15 @@ def write(
     lr = _torch.scalar_of(options["lr"])
     # `updates_of` has computed it already, in temporaries: nothing may be written before all ranks have all results.
     torch._foreach_lerp_(momenta, grads, 1 - options["momentum"])
+    on_gpu, decay = all(weight.is_cuda for weight in weights), 1 - lr * options["weight_decay"]
+    if on_gpu:  # the host launches these kernels while the device waits: few of them
+        torch._foreach_mul_(weights, decay)
     for weight, update, shape in zip(weights, updates, shapes):
-        weight.mul_(1 - lr * options["weight_decay"])  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
-        adjusted = _torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape))
-        rows, columns = shape
-        if rows > columns:
-            update = _column_major(update)
-        weight.add_(update.to(weight.device), alpha=-adjusted)
+        if not on_gpu:
+            weight.mul_(decay)  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
+            rows, columns = shape
+            update = (_column_major(update) if rows > columns else update).to(weight.device)
+        weight.add_(update, alpha=-_torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape)))
 
 
 def _column_major(update: Tensor) -> Tensor:

@@ -223,6 +223,8 @@ class EMA:
             weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - decay)
+            # On a GPU it does not, and iter_full() would not notice that it runs across an update.
+            torch.autograd.graph.increment_version([one for one in averages if not one.is_inference()])
 
     def _plain_weight(self, name: str, module: nn.Module, key: str) -> Tensor:
         parameter = getattr(module, key)
