@@ -108,15 +108,17 @@ class MuonStep:
         # One object for all matrices of the group, by which `runs` finds those that are computed together. A copy, since Muon's
         # step may be called again, by a scheduler with other options, before the end of this one.
         options, rest = dict(group), list[tuple[Tensor, ...]]()
-        # By list: an optimizer lists hundreds of matrices.
-        specs, locals_ = (zip(*map(found, lists)) for found in (_torch.specs_of, _torch.locals_of))
-        for tensors, reference, specs_of_matrix, shards in zip(zip(*lists), back_references(lists[0]), specs, locals_):
+        # Specs and shards by list, since an optimizer lists hundreds of matrices.
+        specs, shards = zip(*map(_torch.specs_of, lists)), zip(*map(_torch.locals_of, lists))
+        for tensors, reference, specs_of_one, (local, grad, momentum) in zip(
+            zip(*lists), back_references(lists[0]), specs, shards
+        ):
             parameter = None if reference is None else reference()
-            pieces = None if parameter is None else self._pieces_for(parameter, specs_of_matrix)
+            pieces = None if parameter is None else self._pieces_for(parameter, specs_of_one)
             if pieces is None:
                 rest.append(tensors)
             else:
-                self._members += [_Member(one, *map(one.part, shards), options) for one in pieces]
+                self._members += [_Member(one, one.part(local), one.part(grad), one.part(momentum), options) for one in pieces]
         if rest:
             self._rest.append((options, tuple(map(list, zip(*rest))), bool(result)))
         for listed in lists:
