@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -258,3 +259,45 @@ def test_an_option_that_one_rank_changes_in_place_is_told(world: World) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert fullshard.any_failed(world.mesh, caught.value)
+
+
+MAKERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.1, amsgrad=True, eps=1e-2),  # small gradients do not decide signs of whole steps
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Muon": partial(torch.optim.Muon, lr=0.1),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.1),
+}
+
+
+@pytest.mark.proves("2b")
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", MAKERS)
+@ranks(1, 3)
+def test_a_full_state_dict_of_an_unsharded_optimizer_is_sharded_by_the_next_step(world: World, name: str, dim: int) -> None:
+    """torch loads it as it is, and raises in the next step that tensors and DTensors are mixed."""
+    torch.manual_seed(0)
+    model, options = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 4, bias=False)), {}
+    sharded = copy.deepcopy(model)
+    if dim:
+        options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1)
+    fullshard.fully_shard(sharded, mesh=world.mesh, **options)
+    optimizers = [MAKERS[name](m.parameters()) for m in (model, sharded)]
+    if name == "Adafactor":
+        optimizers[1] = fullshard.whole_view(optimizers[1])
+
+    def step(*pairs: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+        for m, optimizer in pairs:
+            square(m(batch(0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step((model, optimizers[0]))
+    sharded.load_state_dict(model.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for _ in range(2):
+        step(*zip((model, sharded), optimizers))
+    for key, value in model.state_dict().items():
+        # Muon rounds its updates to bfloat16, and so an average of gradients in another order.
+        assert_near(
+            sharded.state_dict()[key].full_tensor(), value, key, torch.finfo(torch.bfloat16).eps if name == "Muon" else None
+        )

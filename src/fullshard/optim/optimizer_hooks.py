@@ -101,6 +101,18 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
     return shard_of(logical, value, dtype=value.dtype) if value.ndim else value
 
 
+def shard_whole_states(optimizer: torch.optim.Optimizer) -> None:
+    """Shard the states that a full state dict has brought: plain tensors with the whole shape of a sharded parameter."""
+    if has_whole_view(optimizer) or is_viewed(optimizer):  # their states are plain tensors
+        return
+    for group in optimizer.param_groups:
+        for parameter in logical_parameters(group["params"]):
+            state, shape = optimizer.state.get(parameter.sharded, {}), parameter.sharded.shape
+            for key, value in state.items():
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim and value.shape == shape:
+                    state[key] = shard_of(parameter, value, dtype=value.dtype)
+
+
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -131,12 +143,16 @@ class _OptimizerCache:
 
     Attributes:
         entries: entries of its steps in the collective logs.
+        states: `optimizer.state`, which is another object behind `load_state_dict()`.
         lister: lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
         had_grad: ids of those of `sharded` that had a gradient when the running step began.
     """
 
-    __slots__ = ("_back_references", "_parameters", "_replacement_count", "_sharded", "entries", "had_grad", "lister", "order")
+    __slots__ = (
+        *("_back_references", "_parameters", "_replacement_count", "_sharded"),
+        *("entries", "had_grad", "lister", "order", "states"),
+    )
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: _OptimizerCache | None = None) -> None:
         """`before`: the cache that this one takes the place of."""
@@ -146,6 +162,7 @@ class _OptimizerCache:
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
         self.entries = StepEntries(optimizer, sharded)
+        self.states: Any = None
         self.lister: LocalStep | MuonStep | None = None
         if self._sharded and is_element_wise(optimizer):
             self.lister = LocalStep(optimizer)
@@ -173,6 +190,9 @@ class _OptimizerCache:
         if cache is None or not cache.is_current(optimizer.param_groups):
             rebind(optimizer)
             cache = optimizer.__dict__[_CACHE] = cls(optimizer, cache)
+        if cache.states is not optimizer.state:
+            shard_whole_states(optimizer)
+            cache.states = optimizer.state
         return cache
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
