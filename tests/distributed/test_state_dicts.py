@@ -12,7 +12,9 @@ from models import Stack, assert_near, assert_same_grads, assert_same_parameters
 from torch import nn
 from torch.distributed.checkpoint.staging import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
 from fullshard import MixedPrecisionPolicy, StateError, fully_shard
@@ -281,3 +283,37 @@ def test_assigning_keeps_the_dtype_that_is_loaded_and_copying_does_not(world: Wo
         model.load_state_dict(source.state_dict(), assign=assign)
         assert {p.dtype for p in model.parameters()} == {p.to_local().dtype for p in model.parameters()} == {dtype}
         assert_near(model(batch(0).to(dtype)), source(batch(0).double()), "output")
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@ranks(4)
+def test_states_load_from_a_mesh_of_the_same_ranks_with_other_names(world: World, shape: tuple[int, ...], assign: bool) -> None:
+    """DTensor copies nothing between them, and steps on momenta of the other mesh raised."""
+    names = [("a", "b"), ("c", "d"), ("d", "c")]
+
+    def made(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[number][: len(shape)])
+        torch.manual_seed(number)
+        model = Stack(hidden=12)
+        if len(shape) == 2:
+            parallelize_module(model.blocks, mesh[names[number][1]], {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+        model = fully_shard(model, mesh=mesh[names[number][0]])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        square(model(batch(0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first, *others = map(made, range(3))
+    step(*first)
+    for model, optimizer in others:
+        step(model, optimizer)
+        model.load_state_dict(first[0].state_dict(), assign=assign)
+        optimizer.load_state_dict(copy.deepcopy(first[1].state_dict()))
+    for pair in (first, *others):
+        step(*pair)
+    for model, _ in others:
+        for (name, value), expected in zip(model.named_parameters(), first[0].parameters()):
+            assert torch.equal(value.to_local(), expected.to_local()), name

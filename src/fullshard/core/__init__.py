@@ -16,8 +16,8 @@ with all-gather hooks. `is_ignored` is True for parameters that the user exclude
 took the place of one from before sharding or from before undo(); the result is current as long as `replacement_count` does not
 change.
 
-**Values of parameters.** `shard_of` slices this rank's shard from a full tensor. `all_gather_full` returns the full tensor of a
-parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, without the log, and `to_local` its local tensor.
+**Values of parameters.** `shard_of` slices this rank's shard from a full tensor, and `like_shard` distributes a loaded value
+like its parameter. `all_gather_full` returns the full tensor of a parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, without the log, and `to_local` its local tensor.
 `replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in
 its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track memory without values; `mark_tensor` fills such
 memory with a mark, and `is_marked` finds the mark again. `forget_writes` tells the logs that parameters are loaded.
@@ -149,6 +149,7 @@ from fullshard.core.scheduler import (
 )
 from fullshard.core.shard_values import (
     clone_shard,
+    like_shard,
     replace_rows,
     shard_of,
     unshard_permanently,
@@ -235,6 +236,7 @@ __all__ = [
     "install_hooks",
     "is_ignored",
     "is_marked",
+    "like_shard",
     "listed",
     "logical_parameters",
     "make_unit",

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import lint
@@ -20,7 +19,7 @@ from fullshard.core.late_grads import check_hidden
 from fullshard.core.meta_init import warn_if_unwritten
 from fullshard.core.replicas import share_buffers
 from fullshard.core.scheduler import ForwardCall, Residency
-from fullshard.core.shard_values import shard_of
+from fullshard.core.shard_values import like_shard
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, forget_writes
@@ -214,11 +213,11 @@ class StateHooks:
                 self._loaded.append(parameter)
                 if plain and installation.content is not parameter.sharded:
                     continue
-                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-                    loaded = shard_of(parameter, value.detach(), dtype=value.dtype if assign else parameter.local.dtype)
-                    state_dict[key] = (
-                        nn.Parameter(loaded, parameter.requires_grad) if isinstance(value, nn.Parameter) else loaded
-                    )
+                if isinstance(value, Tensor):
+                    loaded = like_shard(parameter, value, dtype=None if assign else parameter.local.dtype)
+                    if isinstance(value, nn.Parameter) and loaded is not value:
+                        loaded = nn.Parameter(loaded, parameter.requires_grad)
+                    state_dict[key] = loaded
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""

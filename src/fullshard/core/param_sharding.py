@@ -128,7 +128,7 @@ class ParamSharding:
         """Return True if this rank has its rows of a DTensor, so that `rows_of` takes it."""
         parallel = self.tensor_parallel
         known = [(self.mesh, self.placements), *([] if parallel is None else [(parallel.mesh, parallel.placements)])]
-        return (value.device_mesh, value.placements) in known
+        return any(_is_on(value, *where) for where in known)
 
     def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
         """Return this rank's rows of `value`.
@@ -147,10 +147,10 @@ class ParamSharding:
             )
         if not isinstance(value, DTensor):
             return self.slice(self.local_of(value))
-        if value.device_mesh == self.mesh and value.placements == self.placements:
+        if _is_on(value, self.mesh, self.placements):
             return _torch.local_tensor(value)
         parallel = self.tensor_parallel
-        if parallel is not None and (value.device_mesh, value.placements) == (parallel.mesh, parallel.placements):
+        if parallel is not None and _is_on(value, parallel.mesh, parallel.placements):
             return self.slice(_torch.local_tensor(value))
         raise StateError(
             f"Expected {what} of parameter '{name}' on {self.mesh} with {self.placements}, got a DTensor on "
@@ -204,6 +204,15 @@ class ParamSharding:
             return full
         part = distribute_tensor(full, self.tensor_parallel.mesh, self.tensor_parallel.placements, src_data_rank=None)
         return _torch.local_tensor(part)
+
+
+def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """Return True if a DTensor has these placements on `mesh`, or on a mesh of the same ranks with other names of its dims."""
+    if tuple(value.placements) != tuple(placements):
+        return False
+    other = value.device_mesh
+    alike = other.device_type == mesh.device_type and other.ndim == mesh.ndim
+    return other == mesh or (alike and torch.equal(other.mesh, mesh.mesh))
 
 
 def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str) -> ParamSharding:

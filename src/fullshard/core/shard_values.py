@@ -192,6 +192,25 @@ def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -
     return _torch.dtensor(rows, parameter.sharding.spec(dtype))
 
 
+def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a loaded value as a DTensor that DTensor can copy into the shard. Values of other shapes or placements unchanged.
+
+    Args:
+        parameter: the parameter.
+        value: an unsharded tensor, or a DTensor on the parameter's mesh or on one of the same ranks with other names of its
+            dims, between which DTensor copies nothing.
+        dtype: dtype of the rows of an unsharded tensor; None for its own.
+    """
+    sharding = parameter.sharding
+    if value.shape != parameter.shape:
+        return value
+    if not isinstance(value, DTensor):
+        return shard_of(parameter, value.detach(), dtype=dtype or value.dtype)
+    if value.device_mesh == sharding.mesh or not sharding.has_rows_of(value):
+        return value
+    return parameter.dtensor_like_shard(sharding.rows_of(value.detach(), name=parameter.name, what="the loaded value"))
+
+
 def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
     """Copy `rows` into the shard. A shard on meta gets memory on the device of `rows`."""
     if parameter.local.device.type == "meta":

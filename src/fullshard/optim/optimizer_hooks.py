@@ -19,6 +19,7 @@ from fullshard.core import (
     full_tensor,
     gather_after_step,
     is_ignored,
+    like_shard,
     logical_parameters,
     owner_of,
     remark_on_gradients,
@@ -101,16 +102,16 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
     return shard_of(logical, value, dtype=value.dtype) if value.ndim else value
 
 
-def shard_whole_states(optimizer: torch.optim.Optimizer) -> None:
-    """Shard the states that a full state dict has brought: plain tensors with the whole shape of a sharded parameter."""
+def shard_loaded_states(optimizer: torch.optim.Optimizer) -> None:
+    """Distribute states that `load_state_dict()` has brought like their parameters, such as those of an unsharded optimizer."""
     if has_whole_view(optimizer) or is_viewed(optimizer):  # their states are plain tensors
         return
     for group in optimizer.param_groups:
         for parameter in logical_parameters(group["params"]):
-            state, shape = optimizer.state.get(parameter.sharded, {}), parameter.sharded.shape
+            state = optimizer.state.get(parameter.sharded, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim and value.shape == shape:
-                    state[key] = shard_of(parameter, value, dtype=value.dtype)
+                if isinstance(value, Tensor) and value.ndim:  # a count of steps may have the shape of a parameter without dims
+                    state[key] = like_shard(parameter, value)
 
 
 _SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -191,7 +192,7 @@ class _OptimizerCache:
             rebind(optimizer)
             cache = optimizer.__dict__[_CACHE] = cls(optimizer, cache)
         if cache.states is not optimizer.state:
-            shard_whole_states(optimizer)
+            shard_loaded_states(optimizer)
             cache.states = optimizer.state
         return cache
 
