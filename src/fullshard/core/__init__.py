@@ -17,11 +17,12 @@ took the place of one from before sharding or from before undo(); the result is 
 change.
 
 **Values of parameters.** `shard_of` slices this rank's shard from a full tensor, and `like_shard` distributes a loaded value
-like its parameter. `all_gather_full` returns the full tensor of a parameter or gradient in an `Agreement`, `full_tensor` that of any DTensor, without the log, and `to_local` its local tensor.
-`replace_rows` and `write_unsharded` write a shard, `clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in
-its place. `tensors_on_meta`, `mark_unwritten` and `UninitializedTensors` track memory without values; `mark_tensor` fills such
-memory with a mark, and `is_marked` finds the mark again. `forget_writes` tells the logs that parameters are loaded.
-`values_of` returns the plain tensor with the values of a tensor subclass.
+like its parameter. `all_gather_full` returns the full tensor of a parameter or gradient in an `Agreement`, `full_tensor` that
+of any DTensor, without the log, and `to_local` its local tensor. `replace_rows` and `write_unsharded` write a shard,
+`clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in its place. `tensors_on_meta`, `mark_unwritten` and
+`UninitializedTensors` track memory without values; `mark_tensor` fills such memory with a mark, and `is_marked` finds the mark
+again. `forget_writes` tells the logs that parameters are loaded. `values_of` returns the plain tensor with the values of a
+tensor subclass.
 
 **Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
 unit. `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
