@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from contextlib import nullcontext
 from math import prod
 from random import Random
@@ -22,7 +23,7 @@ import fullshard
 from fullshard import _torch, counting
 from fullshard.core.unit import Unit
 from fullshard.weights.loading import load_weights
-from fullshard.weights.rules import Convert, Merge, Rename, Transpose
+from fullshard.weights.rules import Convert, Drop, Merge, Rename, Transpose
 from fullshard.weights.targets import tensors_of
 
 
@@ -514,3 +515,28 @@ def test_a_second_load_fills_the_buffers_of_one_that_failed(world: World) -> Non
         fullshard.load_weights(model, directory, progress=raises)
     report = fullshard.load_weights(model, directory, buffers=lambda: nn.Sequential(WithTable()))
     assert report.unwritten == () and model[0].table.tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+@pytest.mark.proves("4e")
+@ranks(1, 3)
+def test_tied_tensors_whose_values_differ_in_the_checkpoint_are_told(world: World) -> None:
+    """One of them was loaded, and the other one ignored."""
+    state = {name: value for name, value in saved().items() if name != "head.weight"}
+    twin = state["embed.weight"].clone()
+    same = written(world, "same", state, {"head.weight": twin})
+    model = sharded(world, "rows", meta=False)
+    assert load_weights(model, same).ties == ("head.weight",)
+    twin[12, 6] += 1
+    other = written(world, "other", state, {"head.weight": twin})
+    model = sharded(world, "rows", meta=False)
+    before = model.embed.weight.full_tensor().clone()
+    told = "'embed.weight' and 'head.weight' are one parameter of the model, but their values in the checkpoint differ"
+    with mock.patch("fullshard.weights.headers._COMPARED", 100), pytest.raises(ValueError, match=told):
+        load_weights(model, other)
+    assert torch.equal(model.embed.weight.full_tensor(), before)
+    load_weights(model, other, key_map=[Drop("^head")])
+    assert torch.equal(model.embed.weight.full_tensor(), state["embed.weight"])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load_weights(model, other, strict=False)
+    assert [told in str(one.message) for one in found] == ([True] if world.rank == 0 else [])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.core import Agreement, forget_writes
-from fullshard.errors import check_int
+from fullshard.errors import check_int, warn_once
 from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
@@ -130,9 +130,9 @@ def load_weights(
 
     Raises:
         ValueError: the same on every rank, before the model changes: for broken, truncated or missing files, names and shapes
-            that do not match, and invalid rules or options. Also later, if a file is changed while it is read or a function of
-            `Convert` raises: then the tensors that were to be loaded have no values any more, and a forward raises until they
-            are loaded.
+            that do not match, tied tensors whose values differ, and invalid rules or options. Also later, if a file is changed
+            while it is read or a function of `Convert` raises: then the tensors that were to be loaded have no values any
+            more, and a forward raises until they are loaded.
         StateError: inside a forward or backward.
 
     Example:
@@ -168,6 +168,7 @@ def load_weights(
             )
             if _ranks_have_same_files(group, files, plan.files(group.index), known, last=attempt == ATTEMPTS - 1):
                 break
+        group.run(partial(_check_twins, match, files if group.index == 0 else None, strict=strict))
         forget_writes(entry.parameter for entry, _ in match.found if entry.parameter is not None)
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         intact = set(match.missing) - set(unwritten)
@@ -339,6 +340,7 @@ class _Match:
         conversions: "float32 -> bfloat16" or "computed", by tensor name.
         rules: how many tensors each rule of the key map matches.
         ties: names of tied tensors that are loaded under another name.
+        twins: the values of a tied tensor under its name that is loaded, and under another one that the checkpoint has as well.
         missing: names of the model that are not in the checkpoint.
         unexpected: names of the checkpoint that are not in the model.
 
@@ -352,6 +354,7 @@ class _Match:
         self.rules = counts
         self.found: list[tuple[ModelEntry, MappedTensor]] = []
         self.conversions: dict[str, str] = {}
+        self.twins: list[tuple[MappedTensor, MappedTensor]] = []
         ties: list[str] = []
         missing: list[str] = []
         used: set[str] = set()
@@ -365,6 +368,7 @@ class _Match:
             ties += [name for name in entry.names if name != there[0]]
             self.found.append((entry, state[there[0]]))
             wrong += self._compare(there[0], entry, state[there[0]], strict=strict)
+            self.twins += [(state[there[0]], state[name]) for name in there[1:]]
             others = [name for name in there[1:] if state[name].shape != entry.target.shape]  # of a tie, only the first is read
             wrong += [f"{name} is {state[name].shape} in the file and {entry.target.shape} in the model" for name in others]
         self.ties, self.missing = tuple(ties), tuple(missing)
@@ -403,6 +407,30 @@ class _Match:
 def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool, missing: Sequence[str]) -> _Match:
     counts: dict[str, int] = {}
     return _Match(tensors, map_keys(key_map, state, strict=strict, counts=counts), counts, strict=strict, may_miss=missing)
+
+
+def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> None:
+    """Compare tied tensors that the checkpoint has under several names, of which one is loaded. `files`: None for no comparison.
+
+    Raises:
+        ValueError: if two differ, and `strict`; otherwise it warns.
+    """
+    for one, other in match.twins if files is not None else ():
+        sources = [mapped.pieces[0].source for mapped in (one, other)]
+        whole = all(mapped.pieces == MappedTensor.of(source).pieces for mapped, source in zip((one, other), sources))
+        first, second = sources
+        # Converted or merged tensors are not compared, nor are those of two dtypes.
+        if not (whole and isinstance(first, FileTensor) and isinstance(second, FileTensor) and first.dtype == second.dtype):
+            continue
+        assert files is not None
+        if not files.same_bytes(first, second):
+            text = (
+                f"'{one.name}' and '{other.name}' are one parameter of the model, but their values in the checkpoint differ. "
+                "Build the model without this tie, or leave one of them out by key_map=[Drop(...)]"
+            )
+            if strict:
+                raise ValueError(f"{text}.")
+            warn_once(f"{text}; '{one.name}' is loaded.")
 
 
 def _named(text: str, names: Sequence[str], others: Sequence[str]) -> list[str]:
