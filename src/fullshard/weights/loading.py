@@ -410,7 +410,7 @@ def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool
 
 
 def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> None:
-    """Compare tied tensors that the checkpoint has under several names, of which one is loaded. `files`: None for no comparison.
+    """Compare tied tensors that the checkpoint has under several names, of which one is loaded. `files`: None compares none.
 
     Raises:
         ValueError: if two differ, and `strict`; otherwise it warns.
