@@ -91,6 +91,9 @@ TEXTS = {
     "clipping on one rank": (
         f"Ranks diverged at collective N: rank 0 ran clip_grad_norm_(); rank 1 ran all_gather of 'Stack' (forward). {_FIX}"
     ),
+    "value of a reduction": (
+        f"Ranks diverged at collective N: rank 0 ran item() of a reduction; rank 1 ran all_gather of 'Stack' (forward). {_FIX}"
+    ),
     "prefetch": (
         "N of N all-gathers were not prefetched, since units ran in another order than before, and compute waited for them. "
         "Name the next modules with set_modules_to_forward_prefetch()."
@@ -358,6 +361,23 @@ def test_clipping_on_one_rank_only_is_named(world: World) -> None:
         square(model(world.mine(batch(1)))).backward()
 
     stops("clipping on one rank", log_and_train)
+    goes_on(world, model, plain)
+
+
+@pytest.mark.proves("13c")
+@ranks(2)
+def test_the_value_of_a_reduction_that_one_rank_reads_is_named(world: World) -> None:
+    """`if rank == 0: log(weight.grad.norm().item())`. Elsewhere: the norm of a shard."""
+    plain = Stack()
+    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=EAGER)
+
+    def log_and_train() -> None:
+        square(model(world.mine(batch(0)))).backward()
+        if world.rank == 0:
+            model.inp.weight.grad.norm().item()
+        square(model(world.mine(batch(1)))).backward()
+
+    stops("value of a reduction", log_and_train)
     goes_on(world, model, plain)
 
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 from harness import World, ranks
-from models import assert_near, full
+from models import assert_near, full, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fullshard
 from fullshard import CPUOffloadPolicy, OffloadPolicy, StateError, _torch, fully_shard
 from fullshard.policies import PRESETS
 
@@ -317,3 +320,116 @@ def test_writes_to_local_tensors_of_a_state_dict_are_seen(world: World, level: s
         for one in (*model.parameters(), *plain.parameters()):
             (one.data.to_local() if isinstance(one, DTensor) else one).mul_(0.5)
     assert_near(model(x), plain(x), "output")
+
+
+class _Wide(nn.Module):
+    """Even and uneven rows, enough for each of four ranks, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 10, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x)) * self.scale
+
+
+@pytest.mark.proves("13c")
+@pytest.mark.parametrize("kind", ["flat", "hybrid", "HFSDP", "tensor parallel"])
+@ranks(1, 4)
+def test_the_value_of_a_reduction_is_that_of_all_ranks(world: World, kind: str) -> None:
+    """It was this rank's part, so that ranks took different branches."""
+    if world.size == 1 and kind != "flat":
+        return
+    plain = _Wide()
+    model, options, mesh = copy.deepcopy(plain), {}, world.mesh
+    if kind != "flat":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    if kind == "tensor parallel":
+        parallelize_module(model, mesh["b"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh["a"]
+    if kind == "HFSDP":
+        options["states"] = fullshard.HFSDP
+    fully_shard(model, mesh=mesh, **options)
+    read: dict[str, float] = {}
+
+    def hook(name: str, parameter: nn.Parameter) -> None:
+        read[name] = parameter.grad.norm().item()
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(hook, name))
+    for each in (model, plain):
+        square(each(torch.arange(12.0).view(2, 6))).backward()
+    for (name, got), wanted in zip(model.named_parameters(), plain.parameters()):
+        assert_near(torch.tensor(read[name]), wanted.grad.norm(), name)
+        for reduce in (torch.sum, torch.norm, torch.mean, torch.max, torch.min):
+            assert_near(torch.tensor(float(reduce(got))), reduce(wanted), f"{name} {reduce}")
+            assert_near(torch.tensor(reduce(got.grad).item()), reduce(wanted.grad), f"{name}.grad {reduce}")
+        assert not torch.isnan(got.grad).any() and bool(torch.isfinite(got).all())
+        if got.ndim:
+            if world.rank == world.size - 1 or (kind == "hybrid" and world.rank == 1):  # equal on replicas
+                got.grad.to_local().view(-1)[-1:] = torch.nan
+            assert torch.isnan(got.grad).any() and not torch.isfinite(got.grad).all()
+    mine = DTensor.from_local(
+        torch.tensor(float(world.rank)), init_device_mesh("cpu", (world.size,), mesh_dim_names=("own",)), [Partial()]
+    )
+    assert mine.item() == world.rank, "of somebody else"
+
+
+class _Momentum(nn.Module):
+    """Updates its target in its own forward, as MoCo and BYOL do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.online, self.target = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        weight = self.target.weight
+        match self.way:
+            case "in place":
+                weight.mul_(0.5)
+            case "data":
+                weight.data.mul_(0.5)
+            case "foreach":
+                torch._foreach_mul_([weight], 0.5)
+            case "local":
+                (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(0.5)
+            case "assigned":
+                self.target.weight = nn.Parameter(weight.detach() * 0.5, requires_grad=weight.requires_grad)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.online(x)
+        self.update()
+        return self.target(x)
+
+
+@pytest.mark.proves("19g")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("way", ["in place", "data", "foreach", "local", "assigned"])
+@ranks(1, 2)
+def test_a_write_in_a_forward_reaches_a_unit_that_is_prefetched(world: World, way: str, trained: bool) -> None:
+    """It computed with the weights of before, from the second forward on; in training the error was torch's."""
+    if way in ("data", "foreach") and not _torch.HONOURS_SUBCLASSES:
+        return
+    model = _Momentum(way)
+    for module in (model.online, model.target, model):
+        fully_shard(module, mesh=world.mesh)
+    plain = _Momentum(way)
+    for step in range(4):
+        for each in (plain, model):
+            each.target.requires_grad_(trained)
+        outputs = []
+        for each in (plain, model):
+            with torch.set_grad_enabled(step < 3):
+                outputs.append(each(torch.ones(2, 4)))
+            if step < 3:
+                outputs[-1].sum().backward()
+        assert torch.equal(*outputs), step
+        for got, wanted in zip(model.parameters(), plain.parameters()):
+            assert (got.grad is None) == (wanted.grad is None)
+            assert wanted.grad is None or torch.equal(full(got.grad), wanted.grad)
+            got.grad = wanted.grad = None

@@ -69,6 +69,7 @@ One parameter, one layout, one mesh:
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
 full_tensors.py        full and unsharded tensors of sharded parameters
+reduced_scalars.py     item() of a reduction
 shard_values.py        copies into and out of shards: fully_shard(), undo(), parameters that the user assigned, and loading
 group_grads.py         GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment

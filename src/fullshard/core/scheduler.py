@@ -640,7 +640,7 @@ class Scheduler:
     # --- prefetching ---
 
     def is_prefetched_in_this_phase(self, unit: int) -> bool:
-        """Return True if the unit was prefetched in the running forward or backward, so that it cannot be stale."""
+        """Return True if the unit was prefetched in the running forward or backward."""
         return self._prefetched.get(unit) == self._phase
 
     def _expect_in_backward(self, call: ForwardCall) -> list[int]:

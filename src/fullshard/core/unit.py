@@ -199,20 +199,16 @@ class Unit:
     def begin_forward(self, module: nn.Module) -> None:
         """Unshard for a forward in which this rank computes, or which it only joins."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
-        first = not scheduler.running
-        if first:
+        if not scheduler.running:
             runtime.begin_outermost_forward(self, module)
         if self.checks.uninitialized is not None:  # memory of to_empty(): is all of it written, and equally on replicas?
             self.refresh()
             check_written(self)
             check_replicas(self)
             self.checks.uninitialized = None  # if a check raised, the next forward runs them again
-        # A unit that was prefetched within this forward or backward cannot be stale, so the shards are not looked at again.
-        prefetched = (
-            record.residency is Residency.GATHERING and not first and scheduler.is_prefetched_in_this_phase(record.number)
-        )
         stale = False
-        if record.residency is not Residency.SHARDED and not prefetched:
+        # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
+        if record.residency is not Residency.SHARDED:
             self.drop_if_replaced()
             stale = self.stale_now
         runtime.trace.append((record.number, True))
@@ -405,7 +401,7 @@ class Unit:
         return self.record.residency is not Residency.SHARDED and self.stale
 
     def stale_in_backward(self, *, first: bool) -> bool:
-        """Return True if the unsharded parameters are stale. Those prefetched within this backward cannot be.
+        """Return True if the unsharded parameters are stale. Those prefetched in this backward cannot be: its graph reads them.
 
         first: True at the first event of a backward.
         """

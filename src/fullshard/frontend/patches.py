@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import Lock
 
 from fullshard import _torch
-from fullshard.core import lint, sharded_tensor
+from fullshard.core import lint, reduced_scalars, sharded_tensor
 from fullshard.core.unit import Unit
 from fullshard.frontend import autograd
 from fullshard.optim import clipping, optimizer_hooks, scaling
@@ -17,6 +17,7 @@ _INSTALLERS = {
     "torch.nn.utils: clipping": clipping.install,
     "torch.amp: GradScaler": scaling.install,
     "torch.nn.init: trunc_normal_": sharded_tensor.install,
+    "torch.distributed.tensor: item()": reduced_scalars.install,
 }
 """By the place in torch that each one changes. docs/architecture.md gives the reasons."""
 
