@@ -301,3 +301,61 @@ def test_a_full_state_dict_of_an_unsharded_optimizer_is_sharded_by_the_next_step
         assert_near(
             sharded.state_dict()[key].full_tensor(), value, key, torch.finfo(torch.bfloat16).eps if name == "Muon" else None
         )
+
+
+@pytest.mark.proves("26a")
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("way", ["zero_grad", "clip", "scaler"])
+@ranks(2)
+def test_an_optimizer_that_lists_parameters_from_before_undo_reaches_their_gradients(
+    world: World, way: str, again: bool
+) -> None:
+    """Between undo() and the next step they had none: they were neither zeroed, clipped nor unscaled, and then stepped."""
+    plain = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    model, scaler = copy.deepcopy(plain), torch.amp.GradScaler("cpu", init_scale=4.0)
+    fullshard.fully_shard(model[0], mesh=world.mesh)
+    fullshard.fully_shard(model, mesh=world.mesh)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in (model, plain)]
+    for step in range(3):
+        if step == 1:
+            fullshard.undo(model)
+            if again:
+                fullshard.fully_shard(model, mesh=world.mesh)
+            else:
+                with pytest.raises(
+                    fullshard.StateError, match=r"SGD has states of a parameter of shape \(6, 6\) as it was sharded"
+                ):
+                    pairs[0][1].state_dict()
+        for each, optimizer in pairs:
+            optimizer.zero_grad()
+            loss = square(each(batch(step, 6)))
+            (scaler.scale(loss) if way == "scaler" else loss).backward()
+            if way == "clip":
+                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+            scaler.step(optimizer) if way == "scaler" else optimizer.step()
+        if way == "scaler":
+            scaler.update()
+        for one, two in zip(model.parameters(), plain.parameters()):
+            assert_near(one.full_tensor() if isinstance(one, DTensor) else one, two, "weight")
+    states = pairs[0][1].state_dict()["state"].values()
+    assert all(isinstance(state["momentum_buffer"], DTensor) == again for state in states)
+
+
+@pytest.mark.proves("44a")
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@ranks(2)
+def test_a_step_whose_hook_raises_is_seen_by_units_that_stay_unsharded(world: World, kind: str) -> None:
+    """The hook ran before the one that records the writes, and fused kernels count no version."""
+    plain = nn.Linear(6, 6)
+    model = fullshard.fully_shard(copy.deepcopy(plain), mesh=world.mesh, states=fullshard.ZERO2)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, **{kind: True})
+
+        def trip(*_: object) -> None:
+            raise RuntimeError("tripped")
+
+        optimizer.register_step_post_hook(trip)
+        square(each(batch(0, 6))).backward()
+        with pytest.raises(RuntimeError, match="tripped"):
+            optimizer.step()
+    assert_near(model(batch(1, 6)), plain(batch(1, 6)), "output")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -841,6 +842,70 @@ def test_a_state_on_another_rank_than_the_owner_is_told(world: World) -> None:
     with pytest.raises(StateError, match="there is a state of parameter '.*', but not on its owner"):
         optimizer.step()
     assert fullshard.any_failed(failed=True)
+
+
+@pytest.mark.proves("44i")
+@ranks(2)
+def test_states_that_a_loaded_state_dict_lacks_are_named(world: World) -> None:
+    """The state dict of the first rank has the states that it owns. The others began anew, silently."""
+    sharded = shard(Net(), world.mesh)
+    optimizer = whole_view(Shampoo(sharded.parameters()))
+    trained(world, sharded, optimizer, (0,))
+    states: list[Any] = [optimizer.state_dict()]
+    dist.broadcast_object_list(states, 0)
+    lacking = [name for name, held in zip(dict(sharded.named_parameters()), states[0]["state"].values()) if not held]
+    optimizer.load_state_dict(states[0])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trained(world, sharded, optimizer, (1, 2))
+    said = [str(one.message) for one in found if "the loaded state dict has no states of" in str(one.message)]
+    assert len(said) == 1 and f"{str(lacking[:4])[1:-1]} and {len(lacking) - 4} more, which begin anew" in said[0]
+
+
+class Named(torch.optim.Optimizer):
+    """Decays parameters by their names."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.grad is not None:
+                    update = parameter.grad + (0.0 if name.endswith("bias") else 1.0) * parameter
+                    parameter.add_(update / update.norm(), alpha=-group["lr"])
+
+
+@ranks(1, 2, 3)
+def test_names_of_parameters_are_those_of_the_owned_ones(world: World) -> None:
+    """The names of all parameters stood beside the parameters that a rank owns."""
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Named(sharded.named_parameters())), Named(model.named_parameters())]
+    steps(sharded, model, pair, world.mine)
+    for got, want in zip(sharded.parameters(), model.parameters()):
+        torch.testing.assert_close(full(got), want, rtol=1e-4, atol=1e-5)
+    assert pair[0].param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+
+
+@ranks(1, 2)
+def test_a_piece_and_a_parameter_of_its_shape_are_batches_of_their_own(world: World) -> None:
+    """An expert of a stack is a matrix of 3 x 5, a kernel of one output channel one of 1 x 15."""
+    model = nn.ParameterDict({"stack": nn.Parameter(torch.rand(2, 3, 5)), "kernel": nn.Parameter(torch.rand(1, 3, 5))})
+    wanted = [
+        (one / one.flatten(dims).sum(-1).view(shape))
+        for one, dims, shape in (
+            (model["stack"].detach().clone(), 2, (2, 3, 1)),
+            (model["kernel"].detach().clone(), 1, (1, 1, 1)),
+        )
+    ]
+    sharded = fully_shard(model, mesh=world.mesh)
+    parameters = [sharded["stack"], sharded["kernel"]]
+    owners = MatrixOwners(parameters, split={sharded["stack"]: 2}, dtype=torch.float32, batched=True)
+    found = owners.map(lambda batch, names: batch / batch.sum(-1, keepdim=True), [one.detach() for one in parameters])
+    for got, want in zip(found, wanted):
+        torch.testing.assert_close(full(got), want)
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Parameters from before sharding: aliases of the sharded parameters that replaced them."""
+"""Parameters from before sharding, and sharded ones from before undo(): they forward to those that replaced them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.sharded_tensor import LOGICAL
+from fullshard.core.sharded_tensor import LOGICAL, ShardedDTensor
 
 _REPLACEMENT = "_fullshard_sharded"  # on a parameter: the one that took its place
 
@@ -50,6 +50,22 @@ class ParameterAlias(nn.Parameter):
         return replacement_of(self).__reduce_ex__(protocol)  # type: ignore[union-attr]
 
 
+class UndoneParameter(ShardedDTensor):
+    """A sharded parameter from before `undo()`: its `.grad` is that of the parameter that replaced it.
+
+    So an optimizer that still lists it zeroes, unscales and clips the gradient that its next step uses.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient of the parameter that replaced it."""
+        return replacement_of(self).grad  # type: ignore[union-attr]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        replacement_of(self).grad = value  # type: ignore[union-attr]
+
+
 def _resolve(value: Any, to_sharded: bool) -> Any:
     if isinstance(value, ParameterAlias):
         found: Any = replacement_of(value)
@@ -76,6 +92,13 @@ def replace(original: Tensor, by: nn.Parameter) -> None:
         original.__class__ = ParameterAlias
 
 
+def replace_undone(sharded: Any, by: nn.Parameter) -> None:
+    """Record that `by` replaces a sharded parameter, which forwards its gradient from now on."""
+    set_replacement(sharded, by)
+    sharded.grad = None
+    sharded.__class__ = UndoneParameter
+
+
 def set_replacement(tensor: Tensor, by: nn.Parameter) -> None:
     """Record that `by` replaces `tensor`, so that optimizers over `tensor` train `by`. `tensor` keeps its memory."""
     if tensor.__dict__.get(_REPLACEMENT) is not by:
@@ -96,4 +119,12 @@ def replacement_count() -> int:
     return _Replacements.count
 
 
-__all__ = ["ParameterAlias", "replace", "replacement_count", "replacement_of", "set_replacement"]
+__all__ = [
+    "ParameterAlias",
+    "UndoneParameter",
+    "replace",
+    "replace_undone",
+    "replacement_count",
+    "replacement_of",
+    "set_replacement",
+]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core.agreement import Agreement
 from fullshard.core.full_tensors import all_gather_unsharded
-from fullshard.core.parameter_alias import replace, set_replacement
+from fullshard.core.parameter_alias import replace, replace_undone
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
@@ -90,7 +90,7 @@ def unshard_permanently(parameter: ShardedParameter, agreement: Agreement) -> No
         _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
     if sharded.grad is not None:
         plain.grad = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded.grad))
-    set_replacement(sharded, plain)
+    replace_undone(sharded, plain)
     sharded.__dict__.pop(LOGICAL, None)
     parameter.put(plain)
 

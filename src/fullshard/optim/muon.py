@@ -229,7 +229,8 @@ def write(
         if not on_gpu:
             weight.mul_(decay)  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
             rows, columns = shape
-            update = (_column_major(update) if rows > columns else update).to(weight.device)
+            transposed = rows > columns and options["ns_steps"] > 0  # as Newton-Schulz returns it
+            update = (_column_major(update) if transposed else update).to(weight.device)
         weight.add_(update, alpha=-_torch.adjusted_lr(lr, options["adjust_lr_fn"], torch.Size(shape)))
 
 

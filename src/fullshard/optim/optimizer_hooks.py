@@ -30,6 +30,7 @@ from fullshard.core import (
     shard_of,
     use_plain_dtensor,
 )
+from fullshard.errors import StateError
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
@@ -186,8 +187,8 @@ class _OptimizerCache:
         cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
         if cache is not None and cache.order is not None:
             cache.order.leave()  # restore the order after a step that raised
-        if cache is None and isinstance(optimizer, torch.optim.SGD):
-            optimizer.register_state_dict_pre_hook(_finish_step)
+        if cache is None:
+            optimizer.register_state_dict_pre_hook(_before_state_dict)
         if cache is None or not cache.is_current(optimizer.param_groups):
             rebind(optimizer)
             cache = optimizer.__dict__[_CACHE] = cls(optimizer, cache)
@@ -214,10 +215,25 @@ class _OptimizerCache:
         return [parameter for reference in self._sharded if (parameter := reference()) is not None]
 
 
-def _finish_step(optimizer: torch.optim.Optimizer) -> None:
-    """Finish a step of SGD that raised, before a state dict is made: its momentum buffers are under local tensors."""
+def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    """Follow fully_shard(), and finish a step of SGD that raised: its momentum buffers are under local tensors.
+
+    Raises:
+        StateError: for states that only all ranks together can distribute like their parameters; one rank alone may be here.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        now = replacement_of(parameter)
+        logical = None if now is None else next(iter(logical_parameters([now])), None)
+        for value in optimizer.state.get(parameter, {}).values() if now is not None and not has_whole_view(optimizer) else ():
+            if isinstance(value, DTensor) and not (logical is not None and logical.sharding.has_rows_of(value)):
+                raise StateError(
+                    f"{type(optimizer).__name__} has states of a parameter of shape {tuple(value.shape)} as it was sharded "
+                    "before undo(), which the next step distributes like the parameter that replaced it. Take the state dict "
+                    "before undo(), or after that step."
+                )
+    rebind(optimizer)
     cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
-    if cache is not None and cache.lister is not None:
+    if cache is not None and cache.lister is not None and isinstance(optimizer, torch.optim.SGD):
         cache.lister.begin_step(optimizer)
 
 
@@ -229,7 +245,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     sharded = cache.sharded
     if _torch.step_may_be_compiled():
         _prepare_tracing([parameter.sharded.grad for parameter in sharded])
-    cache.had_grad = {id(parameter) for parameter in sharded if parameter.sharded.grad is not None}
+    cache.had_grad = set()
+    for parameter in sharded:
+        if parameter.sharded.grad is not None:
+            cache.had_grad.add(id(parameter))
+            parameter.note_write()  # also behind the step, but not if it raises, or a hook of the optimizer does
     for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
         if check is not None:
             check()

@@ -251,9 +251,11 @@ class OwnerExchange:
         """
         if not self._batched:
             return [[index] for index in indices]
-        alike: dict[Shape, list[int]] = {}
+        # Of a stack of experts, a piece of shape (1, 3, 5) is a matrix of 3 x 5, of other parameters one of 1 x 15.
+        alike: dict[tuple[Shape, Shape], list[int]] = {}
         for index in indices:
-            alike.setdefault(self.plan.matrices[index].shape, []).append(index)
+            matrix = self.plan.matrices[index]
+            alike.setdefault((matrix.shape, matrix.own_shape), []).append(index)
         return list(alike.values())
 
     def _parts(self, number: int, slot: Tensor) -> dict[int, list[Tensor]]:

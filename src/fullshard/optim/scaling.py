@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import to_local
+from fullshard.optim.optimizer_hooks import rebind
 
 Unscale = Callable[..., dict[torch.device, Tensor]]
 
@@ -43,6 +44,7 @@ def _unscale(
         For each device a tensor above 0 if a rank found one; equal on all ranks. Empty if no rank has a gradient: then the
         scaler raises, as without sharding.
     """
+    rebind(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = _groups_of(parameters)
     if not any(isinstance(parameter, DTensor) for parameter in parameters):

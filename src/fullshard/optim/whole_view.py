@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, owner_of, to_local
-from fullshard.errors import StateError
+from fullshard.errors import StateError, warn_once
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.matrix_owners import CachedExchange
@@ -154,12 +155,14 @@ class _WholeView:
         self._meshes: dict[object, _Mesh] = {}
         self._plain: dict[int, nn.Parameter] = {}  # the whole parameter inside the step, by id of its piece
         self._may_have_states = False  # on this rank or on others
+        self._is_loaded = False  # since the last step
         self._attempts = 0  # steps so far, with those that failed
         self._broken = ""  # why a step cannot follow, if one failed halfway
 
     def note_loaded(self) -> None:
         """Note that a state dict was loaded."""
-        self._may_have_states, self._broken = True, ""
+        self._may_have_states = self._is_loaded = True
+        self._broken = ""
         for mesh in self._meshes.values():
             mesh.is_checked = False
 
@@ -263,6 +266,9 @@ class _WholeView:
                     "by torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all parameters "
                     "on all ranks, and add all parameter groups before the first step."
                 )
+            if self._is_loaded and found[0].any():
+                lacking = (found[0] == 0).nonzero().flatten().tolist()
+                self._warn_of_missing_states([pieces[index].name for index in lacking if pieces[index].parameter.requires_grad])
             numbers: dict[ShardedParameter, set[int | None]] = {piece.parameter: set() for piece in pieces}
             for index in owned:
                 numbers[pieces[index].parameter].add(pieces[index].number)
@@ -271,6 +277,16 @@ class _WholeView:
             for parameter, numbers_of_parameter in of_mesh.items():
                 _keep_states(optimizer.state, parameter, numbers_of_parameter)
             mesh.is_checked = True
+        self._is_loaded = False
+
+    def _warn_of_missing_states(self, names: Sequence[str]) -> None:
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            warn_once(
+                f"{self._doing}: the loaded state dict has no states of {', '.join(map(repr, names[:4]))}{more}, which begin "
+                "anew. A full state dict that one rank took has the states of the parameters that this rank owns. Save and "
+                "load by torch.distributed.checkpoint."
+            )
 
     # --- the step of the owners ---
 
@@ -342,10 +358,14 @@ class _WholeView:
                 inside[plain] = state
         others = [one for listed in self._members for one in listed if id(one) not in sharded and one.grad is not None]
         before = _Before(optimizer, inside, others) if self._restorable or is_trial else None
-        for group, members in zip(groups, self._members):
-            group["params"] = [one for member in members for one in by_parameter.get(id(member), [])] + [
-                member for member in members if id(member) not in sharded
-            ]
+        names = [group.get("param_names") for group in groups]
+        for group, members, listed in zip(groups, self._members, names):
+            named = [*zip(members, listed or repeat(None))]
+            chosen = [(one, name) for member, name in named for one in by_parameter.get(id(member), [])]
+            chosen += [(member, name) for member, name in named if id(member) not in sharded]
+            group["params"] = [one for one, _ in chosen]
+            if listed is not None:
+                group["param_names"] = [name for _, name in chosen]
         optimizer.state = inside
         try:
             yield
@@ -359,8 +379,10 @@ class _WholeView:
                 if state := inside.pop(self._plain[id(piece)], None):
                     _set_state(outside, piece, state)
             outside.update(inside)
-            for group, members in zip(groups, self._members):
+            for group, members, listed in zip(groups, self._members, names):
                 group["params"] = list(members)
+                if listed is not None:
+                    group["param_names"] = listed
             for plain in self._plain.values():
                 plain.grad, plain.data = None, plain.data.new_empty(0)
 
