@@ -404,7 +404,7 @@ def test_muon_of_offloaded_shards_computes_on_the_device_and_copies_both_ways() 
 def test_the_step_of_llama_8b_on_64_gpus_computes_for_less_than_25_ms() -> None:
     """Beside what it waits for messages: Newton-Schulz of the busiest rank, and momenta and weights of its shards."""
     matrices = [(Matrix(name, shape), torch.float32) for name, shape in llama(32, 4096, 1024, 14336)]
-    step, program = owner_step({(64, 1): matrices}), Program()
+    step, program = owner_step({(64, 1): matrices}, accelerator=True), Program()
     program.enter("", "optimizer", 0)
     step.run(Ledger(), program)
     timeline = play(program, GPUS["h100-sxm"], NETWORKS["ib-400"], (1, 64, 1))

@@ -208,11 +208,18 @@ class Unit:
             self.checks.uninitialized = None  # if a check raised, the next forward runs them again
         stale = False
         # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
-        if record.residency is not Residency.SHARDED:
+        if record.residency is Residency.FULL or (record.residency is Residency.GATHERING and self._is_outdated()):
             self.drop_if_replaced()
             stale = self.stale_now
         runtime.trace.append((record.number, True))
         runtime.run(scheduler.before_forward(record.number, stale=stale))
+
+    def _is_outdated(self) -> bool:
+        """Return True if a shard was replaced or written since the all-gather that is in flight began."""
+        for group in self.groups:
+            if group.stale or not group.is_current():
+                return True
+        return False
 
     def _begin_recomputation(self) -> None:
         """Unshard for a forward inside of backward (activation checkpointing)."""

@@ -19,7 +19,7 @@ from fullshard.optim.muon import WIRE, runs, updates_of, write
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 from fullshard.optim.routes import Route, Routes
 
-_OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None}
+_OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None, "ns_steps": 5}
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7  # coefficients, steps and eps of torch.optim.Muon
 _TALK = 16  # bytes of the message with which all ranks agree at the end
 
@@ -33,6 +33,7 @@ class OwnerStep:
 
     plans: tuple[OwnerPlan, ...]
     dtypes: tuple[tuple[torch.dtype, ...], ...]  # of the matrices of each plan, as stored
+    accelerator: bool = True  # False on the CPU
     # Events by name of the work, shapes and dtype; filled on demand.
     traced: dict[tuple[object, ...], list[Event]] = field(default_factory=dict)
 
@@ -115,7 +116,9 @@ class OwnerStep:
             weights, grads, momenta = ([_meta(shape, dtype) for shape, _, dtype in shards] for _ in range(3))
             updates, wholes = [_meta(shape, WIRE) for shape, _, _ in shards], [whole for _, whole, _ in shards]
             existing = [*weights, *grads, *momenta, *updates]
-            return events_of(lambda: write(weights, grads, momenta, updates, wholes, _OPTIONS), existing)
+            return events_of(
+                lambda: write(weights, grads, momenta, updates, wholes, _OPTIONS, foreach=self.accelerator), existing
+            )
 
         return self._once(("writing", tuple(shards)), work)
 
@@ -244,19 +247,18 @@ def copy_over(kind: str, nbytes: int, program: Program) -> None:
     program.instructions += [launch, Await(launch)]
 
 
-def owner_step(
-    matrices: Mapping[tuple[int, int], Sequence[tuple[Matrix, torch.dtype]]],
-) -> OwnerStep:
+def owner_step(matrices: Mapping[tuple[int, int], Sequence[tuple[Matrix, torch.dtype]]], *, accelerator: bool) -> OwnerStep:
     """Return the step of Muon over matrices.
 
     Args:
         matrices: by (ranks, replicas) of the mesh, each matrix with the dtype in which it is stored.
+        accelerator: False on the CPU.
     """
     plans = [
         plan_owners([matrix for matrix, _ in listed], ranks, replicas=replicas)
         for (ranks, replicas), listed in matrices.items()
     ]
-    return OwnerStep(tuple(plans), tuple(tuple(dtype for _, dtype in listed) for listed in matrices.values()))
+    return OwnerStep(tuple(plans), tuple(tuple(dtype for _, dtype in listed) for listed in matrices.values()), accelerator)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

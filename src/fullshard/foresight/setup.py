@@ -139,7 +139,7 @@ class TracedModel:
                     matrix = Matrix(one.name, one.whole, one.dim)
                     meshes.setdefault((one.ranks, one.replicas), []).append((matrix, one.dtype))
             rest = tuple((one.shape, one.dtype) for one in shards if one.name not in taken)
-            adamw, muon = OptimizerStep((), (), ()), owner_step(meshes)
+            adamw, muon = OptimizerStep((), (), ()), owner_step(meshes, accelerator=arguments.accelerator)
             if rest:
                 adamw = optimizer_step(torch.optim.AdamW, rest, accelerator=arguments.accelerator)
             self.steps[key] = replace(adamw, states=(*muon.states, *adamw.states), owners=muon)

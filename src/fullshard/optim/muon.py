@@ -153,7 +153,8 @@ class MuonStep:
                 mine = [members[number] for number in part]
                 weights, grads, momenta = ([getattr(one, key) for one in mine] for key in ("local", "grad", "momentum"))
                 shapes = [one.piece.whole.shape for one in mine]
-                write(weights, grads, momenta, [updates[number] for number in part], shapes, mine[0].options)
+                arrived, on_gpu = [updates[number] for number in part], all(weight.is_cuda for weight in weights)
+                write(weights, grads, momenta, arrived, shapes, mine[0].options, foreach=on_gpu)
             for options, lists, has_complex in rest:
                 _torch.step_muon(lists, options, has_complex=has_complex)
 
@@ -217,17 +218,26 @@ def write(
     updates: list[Tensor],
     shapes: Sequence[Sequence[int]],
     options: Mapping[str, Any],
+    *,
+    foreach: bool,
 ) -> None:
-    """Write the shards of momenta and weights, in the order of the reference. `shapes`: those of the whole matrices."""
+    """Write the shards of momenta and weights, in the order of the reference.
+
+    Args:
+        weights, grads, momenta, updates: the shards of each matrix.
+        shapes: those of the whole matrices.
+        options: of the parameter group.
+        foreach: True for few kernels, which the host launches while the device waits. On the CPU they round bfloat16 otherwise.
+    """
     lr = _torch.scalar_of(options["lr"])
     # `updates_of` has computed it already, in temporaries: nothing may be written before all ranks have all results.
     torch._foreach_lerp_(momenta, grads, 1 - options["momentum"])
-    on_gpu, decay = all(weight.is_cuda for weight in weights), 1 - lr * options["weight_decay"]
-    if on_gpu:  # the host launches these kernels while the device waits: few of them
+    decay = 1 - lr * options["weight_decay"]
+    if foreach:
         torch._foreach_mul_(weights, decay)
     for weight, update, shape in zip(weights, updates, shapes):
-        if not on_gpu:
-            weight.mul_(decay)  # torch._foreach_mul_ rounds bfloat16 otherwise on the CPU
+        if not foreach:
+            weight.mul_(decay)
             rows, columns = shape
             transposed = rows > columns and options["ns_steps"] > 0  # as Newton-Schulz returns it
             update = (_column_major(update) if transposed else update).to(weight.device)
