@@ -230,6 +230,9 @@ def test_torch_finds_its_state_and_other_libraries_their_class(world: World) -> 
     view = theirs.fully_shard.state(model)
     assert view is not None and view._mp_policy == MixedPrecisionPolicy() and view._modules == (model,)
     assert fully_shard.state(model)._modules == (model,) and fully_shard.state(model.head) is None
+    assert fully_shard.state(model) in {fully_shard.state(model)} and fully_shard.state(model) != fully_shard.state(
+        model.blocks[0]
+    )
     assert len(view._state_ctx.all_states) == 4
     assert model._get_fsdp_state()._fsdp_param_group.fsdp_params[0].sharded_param is model.inp.weight
     assert id(view._comm_ctx) == id(model._get_fsdp_state()._comm_ctx) != id(other._get_fsdp_state()._comm_ctx)

@@ -12,7 +12,7 @@ import expecttest
 import pytest
 import torch
 from harness import World, ranks
-from models import Stack, batch, shard_stack, square
+from models import Stack, assert_near, batch, full, shard_stack, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -219,3 +219,20 @@ def test_optimizers_on_the_accumulation_of_gradients_are_told(world: World, befo
     for _ in range(2):
         with pytest.raises(StateError, match=r"\('0\.weight', '0\.bias'\) of unit 'Sequential' have an optimizer of _apply"):
             model(torch.ones(1, 5))
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@ranks(2)
+def test_modules_that_torch_replicates_are_left_to_it(world: World, leaf: bool) -> None:
+    """What is inside of such a module was taken for parameters that were added to the unit."""
+    from torch.distributed._composable import replicate
+
+    inner = nn.Linear(5, 5) if leaf else nn.Sequential(nn.Linear(5, 5), nn.ReLU())
+    plain = nn.Sequential(inner, nn.Linear(5, 3))
+    model = copy.deepcopy(plain)
+    replicate(model[0])
+    fully_shard(model, mesh=world.mesh)
+    for each, x in ((model, world.mine(batch(0))), (plain, batch(0))):
+        square(each(x)).backward()
+    for got, wanted in zip(model.parameters(), plain.parameters()):
+        assert_near(full(got.grad), wanted.grad, "gradient")

@@ -329,6 +329,26 @@ def test_eval_no_grad_and_inference_mode_mix_with_training(world: World) -> None
             o.zero_grad()
 
 
+@pytest.mark.parametrize("place", ["eager", "meta"])
+@ranks(2)
+def test_a_model_may_be_sharded_loaded_and_run_in_inference_mode(world: World, place: str) -> None:
+    """Inference tensors have no version counters, which torch said without a name in the first forward."""
+    model = Stack()
+    with torch.inference_mode():
+        with torch.device("meta" if place == "meta" else "cpu"):
+            sharded = Stack()
+        shard_stack(sharded, world.mesh)
+        if place == "meta":
+            sharded.to_empty(device="cpu")
+        for _ in range(2):
+            sharded.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+            sharded.load_state_dict(sharded.state_dict())
+            assert_near(sharded(batch(0)), model(batch(0)), "output")
+    for each, x in ((sharded, world.mine(batch(1))), (model, batch(1))):
+        square(each(x)).backward()
+    assert_same_grads(sharded, model)
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -652,6 +652,17 @@ def test_what_cannot_be_told_is_refused_in_a_line_that_says_what_to_give(options
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_batch_whose_gradient_is_computed_is_predicted(place: str) -> None:
+    """Its copy to meta was no leaf, so that backward copied a gradient to the host."""
+    batch = torch.randn(16, 8, device=place)
+    peaks = [
+        fullshard.explain(lambda: nn.Linear(8, 8), one, world=2, gpu="cpu", loss=lambda y: y.square().mean()).peak
+        for one in (batch, batch.clone().requires_grad_())
+    ]
+    assert peaks[1] - peaks[0] == batch.nbytes
+
+
 def test_a_model_that_is_no_function_or_asks_for_values_is_refused() -> None:
     batch = torch.empty(2, 4)
     with pytest.raises(ValueError, match="build must be a function that returns the model.*got a module"):

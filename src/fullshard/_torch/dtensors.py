@@ -200,7 +200,7 @@ def with_version_of(detached: DTensor, origin: DTensor) -> DTensor:
     tensors in a state dict, as of torch.distributed.checkpoint, would not be seen in the shards. A tensor subclass stays as it
     was detached: the values of a wrapper are those of tensors inside of it.
     """
-    if type(origin._local_tensor) is Tensor:
+    if type(origin._local_tensor) is Tensor and not detached.is_inference():
         detached._local_tensor = origin._local_tensor.detach()
     return detached
 

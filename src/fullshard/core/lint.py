@@ -111,10 +111,12 @@ def _unmanaged_parameters(root: nn.Module, slots: set[tuple[int, str]]) -> list[
     """
     names = {id(module): name for name, module in root.named_modules()}
     found: list[tuple[str, nn.Parameter]] = []
-    replicated = [module for module in root.modules() if isinstance(module, DistributedDataParallel)]
+    replicated = [
+        module for module in root.modules() if isinstance(module, DistributedDataParallel) or _torch.is_non_composable(module)
+    ]
     reduced = {id(inner) for module in replicated for inner in module.modules()}
     for module in own_modules(root):
-        if _torch.is_non_composable(module) or id(module) in reduced:
+        if id(module) in reduced:
             continue
         parameters = _torch.parameters_of(module)
         for name, parameter in parameters.items():

@@ -162,6 +162,7 @@ class ParamGroup:
             self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
             self.grads.widen(self.dtypes.kept)
 
+    @torch.inference_mode(False)  # or a model that is sharded or loaded there had no version counters
     def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
         """Copy `values` into a new flat shard, and make the sharded parameters parts of its memory. Gaps are zeros."""
         device = values[0].device

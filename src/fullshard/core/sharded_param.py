@@ -230,9 +230,9 @@ class ShardedParameter:
             # so that the sum in `shard_versions` never returns to an old value
             self.write_count += 1 + version_of_memory(self.local)
         self.local = local
-        if self.sharded.dtype != local.dtype or self.sharded.device != local.device:
-            # Dtype and device of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the object that
-            # optimizers reference stays the same.
+        if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
+            # Dtype, device and inference mode of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the
+            # object that optimizers reference stays the same.
             fresh = as_parameter(_torch.dtensor(local, self.spec), self.sharded.requires_grad)
             extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
             _torch.carry_hooks(self.sharded, fresh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class ShardedDTensor(DTensor):
 
     def detach(self) -> Any:
         """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
-        made = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # where torch's raises
+            made = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # it requires that `detach` returns the class of its argument
             _set_class(made, ShardedDTensor)
         return made

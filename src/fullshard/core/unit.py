@@ -440,6 +440,7 @@ class Unit:
         for group in self.groups:
             group.drop_kept_shards()
 
+    @torch.inference_mode(False)
     def refresh(self, unwritten: Container[int] = ()) -> None:
         """Adopt changes that the user made on the modules: assigned Parameters, moved or cast tensors, requires_grad.
 

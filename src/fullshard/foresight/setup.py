@@ -329,8 +329,13 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
     """Return the arguments of the model's forward, on meta."""
-    meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tensors_of(batch))
+    meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, _leaf_on_meta, tensors_of(batch))
     return meta
+
+
+def _leaf_on_meta(tensor: Tensor) -> Tensor:
+    """Return a leaf on meta like a tensor of the batch, whose gradient a model may compute."""
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
 def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
@@ -376,7 +381,7 @@ def values_of_batch(batch: Any) -> list[KnownValue | None]:
     if callable(batch) and not isinstance(batch, Tensor):
         return []
     leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return [None if leaf.device.type == "meta" else KnownValue.constant(leaf, of_batch=True) for leaf in leaves]
+    return [None if leaf.device.type == "meta" else KnownValue.constant(leaf.detach(), of_batch=True) for leaf in leaves]
 
 
 def batch_size_of(batch: Any) -> tuple[int, int, str]:

@@ -183,6 +183,7 @@ def gc_paused() -> Iterator[None]:
 
 
 @gc_paused()
+@torch.inference_mode(False)  # version counters show writes, and inference tensors have none
 def _shard(
     modules: list[nn.Module], arguments: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
 ) -> None:

@@ -115,6 +115,12 @@ class UnitView(_View):
     def __init__(self, unit: Unit) -> None:
         self.__dict__.update(_unit=unit)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnitView) and other._unit is self._unit
+
+    def __hash__(self) -> int:
+        return hash(self._unit)
+
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
         return self._unit.options.mp
