@@ -191,10 +191,11 @@ class MatrixOwners:
         """Return the function's result for every matrix, sharded as the parameters are. Collective.
 
         Args:
-            function: called on the owner of a matrix with the matrix, (rows, columns) in the dtype of the messages, which it
-                may overwrite, and its name; returns a tensor of the same shape. The name is that of the unit, that of the
-                parameter in it, and the range of a piece; for a parameter that is not sharded it is empty. With `batched`, the
-                function gets (matrices, rows, columns) and a list of names.
+            function: called on the owner of a matrix with the matrix, (rows, columns) in the dtype of the messages, and its
+                name; returns a tensor of the same shape. It may overwrite the matrix, and must not keep it: the result is
+                written into its memory. The name is that of the unit, that of the parameter in it, and the range of a piece;
+                for a parameter that is not sharded it is empty. With `batched`, the function gets (matrices, rows, columns)
+                and a list of names.
             tensors: for each parameter a tensor that is sharded like it: its gradient, or an update.
 
         Returns:

@@ -168,7 +168,8 @@ def load_weights(
             )
             if _ranks_have_same_files(group, files, plan.files(group.index), known, last=attempt == ATTEMPTS - 1):
                 break
-        group.run(partial(_check_twins, match, files if group.index == 0 else None, strict=strict))
+        if match.twins:
+            group.run(partial(_check_twins, match, files if group.index == 0 else None, strict=strict))
         forget_writes(entry.parameter for entry, _ in match.found if entry.parameter is not None)
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         intact = set(match.missing) - set(unwritten)
