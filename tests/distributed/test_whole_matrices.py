@@ -709,6 +709,31 @@ def test_attributes_that_a_step_makes_are_undone_with_it(world: World) -> None:
     assert optimizer.steps is steps_taken and steps_taken.item() == 2 and optimizer.steps_of_first.item() == 0
 
 
+class Counting(Shampoo):
+    """Counts its steps in a container, which its step size depends on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts: dict[str, list[int]] = {"steps": [0]}
+
+    def step(self, closure: Any = None) -> Any:
+        self.counts["steps"][0] += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.counts["steps"][0]
+        return super().step(closure)
+
+
+@ranks(1, 2)
+def test_containers_in_attributes_are_as_before_a_trial(world: World) -> None:
+    """Steps 1, 2, 4 and 8 try one parameter alone first, and were counted twice."""
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [whole_view(Counting(sharded.parameters())), Counting(model.parameters())]
+    steps(sharded, model, pair, world.mine)
+    assert pair[0].counts == pair[1].counts and pair[1].counts["steps"][0] > 1
+    assert_equal(sharded, model)
+
+
 class Combining(Shampoo):
     """Has an option that depends on all its parameters, as Prodigy's estimate of the distance."""
 

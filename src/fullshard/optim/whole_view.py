@@ -430,7 +430,7 @@ class _Alone:
 
 
 class _Before:
-    """What an optimizer had before a step: states, options, plain values and tensors in attributes, weights without shards."""
+    """What an optimizer had before a step: states, options, plain values, their containers and tensors, weights without shards."""
 
     def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
         self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
@@ -439,6 +439,11 @@ class _Before:
         ]
         self._attributes = set(vars(optimizer))
         self._values = _plain_attributes(optimizer)
+        self._containers = [
+            (value, copy.deepcopy(value))
+            for key, value in vars(optimizer).items()
+            if key not in ("state", "param_groups") and isinstance(value, (dict, list, set)) and _is_plain(value)
+        ]
         tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
         self._tensors = [(one, one.detach().clone()) for one in (*plain, *tensors)]
 
@@ -456,6 +461,9 @@ class _Before:
         for key in attributes.keys() - self._attributes:  # such as one that says that the first step was made
             del attributes[key]
         attributes.update(self._values)
+        for container, before in self._containers:  # in place, since others may refer to it
+            container.clear()
+            container.extend(before) if isinstance(container, list) else container.update(before)
         for tensor, copied in self._tensors:
             tensor.detach().copy_(copied)
         return dict(zip(self._keys, self._states))
@@ -534,6 +542,15 @@ def _is_of_another_split(states: Any, piece: Piece) -> bool:
 def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the plain values among the optimizer's attributes, such as counters."""
     return {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str, type(None)))}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for numbers and texts, and for containers of them."""
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(held) for key, held in value.items())
+    if isinstance(value, (list, set, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _plain_values(optimizer: Optimizer) -> dict[Any, Any]:
