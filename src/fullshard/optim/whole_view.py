@@ -65,9 +65,9 @@ def whole_view(
         split: the pieces of parameters that are several matrices: a number of equal pieces or their sizes along dim 0, or
             `Pieces`. Each piece is a parameter of its own inside the step.
         cost: function of a `Matrix` that returns the time of a step for it, in any unit; None for that of Newton-Schulz.
-        restorable: True to copy the states of own parameters during a step. If a rank fails, then states, options, and plain
-            values and tensors among the attributes of the optimizer are as before; lists and other objects that it keeps in
-            attributes are not restored. False to save this memory: then a failed step leaves the optimizer unusable until a
+        restorable: True to copy the states of own parameters during a step. If a rank fails, then states and options are as
+            before, and of the attributes of the optimizer plain values, their lists, sets and dicts, and tensors; other objects
+            are not restored. False to save this memory: then a failed step leaves the optimizer unusable until a
             state dict is loaded.
 
     Returns:
@@ -430,7 +430,7 @@ class _Alone:
 
 
 class _Before:
-    """What an optimizer had before a step: states, options, plain values, their containers and tensors, weights without shards."""
+    """What an optimizer had before a step: states, options, plain values and their containers, tensors, unsharded weights."""
 
     def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
         self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
