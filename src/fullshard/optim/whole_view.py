@@ -439,7 +439,7 @@ class _Before:
         ]
         self._attributes = set(vars(optimizer))
         self._values = _plain_attributes(optimizer)
-        self._containers = [
+        self._containers: list[tuple[Any, Any]] = [
             (value, copy.deepcopy(value))
             for key, value in vars(optimizer).items()
             if key not in ("state", "param_groups") and isinstance(value, (dict, list, set)) and _is_plain(value)
@@ -461,11 +461,11 @@ class _Before:
         for key in attributes.keys() - self._attributes:  # such as one that says that the first step was made
             del attributes[key]
         attributes.update(self._values)
-        for container, before in self._containers:  # in place, since others may refer to it
+        for container, copied in self._containers:  # in place, since others may refer to it
             container.clear()
-            container.extend(before) if isinstance(container, list) else container.update(before)
-        for tensor, copied in self._tensors:
-            tensor.detach().copy_(copied)
+            container.extend(copied) if isinstance(container, list) else container.update(copied)
+        for tensor, values in self._tensors:
+            tensor.detach().copy_(values)
         return dict(zip(self._keys, self._states))
 
 
