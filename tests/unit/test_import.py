@@ -10,6 +10,7 @@ import atexit, signal, sys, threading, warnings
 import torch, torch.distributed as dist
 import torch.distributed.fsdp, torch.distributed.tensor.parallel, torch.distributed.checkpoint.state_dict, torch.utils.flop_counter
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 def patched():
@@ -20,6 +21,7 @@ def patched():
         "clipping": (inside(nn.utils.get_total_norm), inside(nn.utils.clip_grads_with_norm_)),
         "init": nn.init._no_grad_trunc_normal_,
         "scaling": torch.amp.GradScaler._unscale_grads_,
+        "item": sorted(map(str, DTensor._op_dispatcher._custom_op_handlers)),
         "registration": [len(v) for m in hooks for k, v in sorted(vars(m).items()) if k.startswith("_global") and hasattr(v, "__len__")],
         "flops": sorted(map(str, torch.utils.flop_counter.flop_registry)),
         "signals": [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
@@ -36,7 +38,7 @@ assert not changed, f"import changed {changed}"
 del before["exit"]  # modules of torch that the first use imports register handlers, too
 model = fullshard.fully_shard(nn.Linear(4, 4))
 changed = {key for key, value in patched().items() if value != before.get(key, value)}
-assert changed == {"autograd", "clipping", "init", "registration", "scaling"}, changed
+assert changed == {"autograd", "clipping", "init", "item", "registration", "scaling"}, changed
 other = fullshard.fully_shard(nn.Linear(4, 4))
 fullshard.undo(model)
 try:
@@ -47,6 +49,9 @@ else:
     raise AssertionError("uninstall() left the changes without a word")
 assert torch.autograd._engine_run_backward is not before["autograd"][0], "another model is still sharded"
 fullshard.undo(other)
+deleted = fullshard.fully_shard(nn.Linear(4, 4))
+deleted.__dict__["itself"] = deleted  # so that only the collector frees it
+del deleted
 fullshard.uninstall()
 changed = [key for key, value in patched().items() if value != before.get(key, value)]
 assert not changed, f"uninstall left {changed}"

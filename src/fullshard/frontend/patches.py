@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from threading import Lock
 
 from fullshard import _torch
@@ -48,6 +49,8 @@ def are_installed() -> bool:
 
 def are_needed() -> bool:
     """Return True if sharded models are alive, which need the changes."""
+    if Unit.living:
+        gc.collect()  # modules and their hooks refer to each other, so a deleted model waits for the collector
     return len(Unit.living) > 0
 
 
