@@ -110,7 +110,7 @@ def specs_of(tensors: Sequence[Any]) -> list[Any]:
 
 
 def on_item(read: Callable[[DTensor, Callable[[], Any]], Any]) -> Undo:
-    """Have `read(value, part)` return what `.item()`, `float()` and `bool()` of a DTensor do. `part` returns torch's result."""
+    """Call `read(value, part)` for `.item()`, `float()` and `bool()` of a DTensor. `part()` returns torch's result."""
     # Private: `_custom_op_handlers`, functions that compute single operators on DTensors.
     handlers, operator_ = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default
 

@@ -1,4 +1,4 @@
-"""Parameters from before sharding, and sharded ones from before undo(): they forward to those that replaced them."""
+"""Aliases: parameters from before sharding forward to the sharded ones, sharded ones from before undo() their gradients."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class ShardedDTensor(DTensor):
 
     def detach(self) -> Any:
         """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # where torch's raises
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # torch's raises there
             made = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # it requires that `detach` returns the class of its argument
             _set_class(made, ShardedDTensor)

@@ -153,8 +153,10 @@ class MuonStep:
                 mine = [members[number] for number in part]
                 weights, grads, momenta = ([getattr(one, key) for one in mine] for key in ("local", "grad", "momentum"))
                 shapes = [one.piece.whole.shape for one in mine]
-                arrived, on_gpu = [updates[number] for number in part], all(weight.is_cuda for weight in weights)
-                write(weights, grads, momenta, arrived, shapes, mine[0].options, foreach=on_gpu)
+                arrived, options = [updates[number] for number in part], mine[0].options
+                # A learning rate in a tensor may be on another device, which foreach operations refuse.
+                foreach = not isinstance(options["lr"], Tensor) and all(weight.is_cuda for weight in weights)
+                write(weights, grads, momenta, arrived, shapes, options, foreach=foreach)
             for options, lists, has_complex in rest:
                 _torch.step_muon(lists, options, has_complex=has_complex)
 

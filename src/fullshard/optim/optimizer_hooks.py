@@ -104,7 +104,7 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
 
 
 def shard_loaded_states(optimizer: torch.optim.Optimizer) -> None:
-    """Distribute states that `load_state_dict()` has brought like their parameters, such as those of an unsharded optimizer."""
+    """Shard loaded states as their parameters are sharded. Those of an unsharded optimizer are plain tensors."""
     if has_whole_view(optimizer) or is_viewed(optimizer):  # their states are plain tensors
         return
     for group in optimizer.param_groups:

@@ -411,7 +411,7 @@ def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool
 
 
 def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> None:
-    """Compare tied tensors that the checkpoint has under several names, of which one is loaded. `files`: None compares none.
+    """Compare tied tensors that the checkpoint has under several names; only the first is loaded. `files` None: skip this.
 
     Raises:
         ValueError: if two differ, and `strict`; otherwise it warns.
@@ -420,7 +420,7 @@ def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> Non
         sources = [mapped.pieces[0].source for mapped in (one, other)]
         whole = all(mapped.pieces == MappedTensor.of(source).pieces for mapped, source in zip((one, other), sources))
         first, second = sources
-        # Converted or merged tensors are not compared, nor are those of two dtypes.
+        # Only bytes are compared, so both must be tensors of the files as they are, in one dtype.
         if not (whole and isinstance(first, FileTensor) and isinstance(second, FileTensor) and first.dtype == second.dtype):
             continue
         assert files is not None
