@@ -470,6 +470,22 @@ def test_adafactor_of_torch_is_an_optimizer_of_whole_matrices(world: World) -> N
     assert_equal(sharded, model)
 
 
+@ranks(1, 2)
+def test_adafactor_without_whole_view_says_what_to_call(world: World) -> None:
+    """torch raises in the step, from DTensor, when states and counters have changed."""
+    model = Net()
+    sharded = shard(copy.deepcopy(model), world.mesh)
+    pair = [torch.optim.Adafactor(each.parameters()) for each in (sharded, model)]
+    square(sharded(world.mine(batch(0, 5))).float()).backward()
+    with pytest.raises(StateError, match=r"Adafactor\.step\(\): parameter '.*' is sharded.*whole_view\(optimizer\)"):
+        pair[0].step()
+    assert not pair[0].state
+    sharded.zero_grad()
+    whole_view(pair[0])
+    steps(sharded, model, pair, world.mine)
+    assert_equal(sharded, model)
+
+
 @ranks(4)
 def test_an_optimizer_of_whole_matrices_under_tensor_parallelism(world: World) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

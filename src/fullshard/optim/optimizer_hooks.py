@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -254,6 +255,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if check is not None:
             check()
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
+        _check_whole_matrices(optimizer, sharded)
         use_plain_dtensor([parameter.sharded for parameter in sharded])
         if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
             cache.order.enter(optimizer, has_closure=has_closure)
@@ -267,6 +269,21 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if isinstance(lists, MuonStep):  # a compiled step must not trace its messages, nor leave them out the second time
             lists, end_step = _torch.disable_tracing(lists.__call__), _torch.disable_tracing(end_step)
         _torch.have_listed_by(optimizer, lists, end_step)
+
+
+def _check_whole_matrices(optimizer: torch.optim.Optimizer, sharded: Sequence[ShardedParameter]) -> None:
+    """Raise for a step of torch's Adafactor on shards: DTensor cannot compute its norms of rows and columns in place.
+
+    Raises:
+        StateError: before the step has counted itself, or made states.
+    """
+    is_adafactor = isinstance(optimizer, torch.optim.Adafactor) and not (has_whole_view(optimizer) or is_viewed(optimizer))
+    if is_adafactor and sharded and inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adafactor.step):
+        raise StateError(
+            f"{type(optimizer).__name__}.step(): parameter '{sharded[0].name}' is sharded, and Adafactor computes with whole "
+            "matrices. Call fullshard.whole_view(optimizer) once, before the first step: each rank then steps the parameters "
+            "that it owns, whole."
+        )
 
 
 def _prepare_tracing(gradients: Sequence[Any]) -> None:
