@@ -19,7 +19,7 @@ from optimizers import Shampoo
 from test_meshes import Tower, parallel
 from test_muon import PLACES, Net, matrices, shard
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -901,6 +901,25 @@ def test_states_that_a_loaded_state_dict_lacks_are_named(world: World) -> None:
         trained(world, sharded, optimizer, (1, 2))
     said = [str(one.message) for one in found if "the loaded state dict has no states of" in str(one.message)]
     assert len(said) == 1 and f"{str(lacking[:4])[1:-1]} and {len(lacking) - 4} more, which begin anew" in said[0]
+
+
+@pytest.mark.proves("44k")
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}])
+@ranks(1, 2)
+def test_a_full_state_dict_of_states_on_their_owners_is_refused(world: World, options: dict[str, Any]) -> None:
+    """torch took the states of the first rank for those of all, silently. With one rank the state dict is full."""
+    sharded = shard(Net(), world.mesh)
+    optimizer = whole_view(Shampoo(sharded.parameters()))
+    trained(world, sharded, optimizer, (0,))
+    asked = StateDictOptions(full_state_dict=True, **options)
+    if world.size == 1:
+        states = get_optimizer_state_dict(sharded, optimizer, options=asked)["state"]
+        assert all(states[name] for name, _ in sharded.named_parameters())
+    else:
+        with pytest.raises(StateError, match="the states of Shampoo are on the owners of their parameters"):
+            get_optimizer_state_dict(sharded, optimizer, options=asked)
+    assert get_optimizer_state_dict(sharded, optimizer)["state"]
+    trained(world, sharded, optimizer, (1,))
 
 
 class Named(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "adjusted_lr",
     "extend_clipping",
     "extend_unscaling",
+    "full_state_dict_is_requested",
     "have_listed_by",
     "have_listed_by_itself",
     "list_alike",
@@ -120,6 +122,18 @@ def step_may_be_compiled() -> bool:
 
 _AROUND_STEP: CodeType = Optimizer.profile_hook_step(lambda *_: None).__code__
 _DYNAMO = str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py")
+
+
+def full_state_dict_is_requested() -> bool:
+    """Return True in a hook of an optimizer's state dict that `get_optimizer_state_dict` takes to gather all of its tensors."""
+    # Private: the function that takes the state dict, and its variable `info`. If it is renamed, this raises AttributeError, if
+    # the variable is, KeyError.
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = None if module is None else inspect.unwrap(module._get_optim_state_dict).__code__
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and bool(frame.f_locals["info"].full_state_dict)
 
 
 def run_optimizer_uncompiled() -> NoReturn:

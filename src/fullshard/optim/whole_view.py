@@ -113,12 +113,24 @@ def whole_view(
     optimizer.__dict__[_VIEW] = view_of
     refuse_copies(optimizer, "a whole_view")
     optimizer.register_load_state_dict_post_hook(lambda _: view_of.note_loaded())
+    optimizer.register_state_dict_pre_hook(_refuse_full_state_dict)
     return optimizer
 
 
 def has_whole_view(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's step runs on whole parameters."""
     return _VIEW in optimizer.__dict__
+
+
+def _refuse_full_state_dict(optimizer: Optimizer) -> None:
+    """Raise StateError if torch gathers a full state dict: it takes plain tensors for replicas, and would lose most states."""
+    every = logical_parameters(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if _torch.full_state_dict_is_requested() and any(one.spec.mesh.size() > 1 for one in every):
+        raise StateError(
+            f"get_optimizer_state_dict(full_state_dict=True): under whole_view the states of {type(optimizer).__name__} are on "
+            "the owners of their parameters, and the result would have those of one rank. Call it without full_state_dict, and "
+            "save the result by torch.distributed.checkpoint, which takes the states of all ranks."
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -284,7 +296,7 @@ class _WholeView:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             warn_once(
                 f"{self._doing}: the loaded state dict has no states of {', '.join(map(repr, names[:4]))}{more}, which begin "
-                "anew. A full state dict that one rank took has the states of the parameters that this rank owns. Save and "
+                "anew. The state dict of one rank has only the states of the parameters that this rank owns. Save and "
                 "load by torch.distributed.checkpoint."
             )
 
