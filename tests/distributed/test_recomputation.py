@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +124,43 @@ def test_dropout_is_recomputed_alike(world: World) -> None:
         torch.manual_seed(3)
         square(m(batch(0, 7))).backward()
     assert_same_grads(sharded, model)
+
+
+class Probe(torch.autograd.Function):
+    """The identity, which calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.function()
+        return *grads, None
+
+
+@pytest.mark.proves("18a")
+@ranks(2)
+def test_a_recomputation_that_ends_early_is_not_told_as_a_failure(world: World) -> None:
+    """torch ends it by an exception. Ranks that waited some seconds for this one then raised, and named that exception."""
+    told: list[str | None] = []
+
+    class Probed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Probe.apply(x, lambda: told.extend(log.exception_note for log in logs)))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.block = nn.Linear(5, 7), Probed()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.block, self.inp(x), use_reentrant=False)
+
+    sharded = Net()
+    for module in (sharded.block, sharded):
+        fully_shard(module, mesh=world.mesh)
+    logs = sharded._fullshard_unit.runtime.communicator.logs()
+    square(sharded(world.mine(batch(0)))).backward()
+    assert told == [None]

@@ -231,15 +231,18 @@ class Unit:
     def post_forward(self, module: nn.Module, *, failed: bool = False) -> ForwardCall | None:
         """Reshard the parameters. Return the call for a `BackwardHook` on the outputs, None if it cannot have a backward."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
+        recomputes = _torch.current_graph_task() != -1
         if failed:
-            self._report_exception()
+            # Checkpointing ends a recomputation early by an exception. A failure is reported when it leaves backward.
+            if not recomputes:
+                self._report_exception()
         else:
             for group in self.groups:
                 if group.seen != ([*map(_torch.version_of, group.unsharded)], [*map(Tensor.data_ptr, group.unsharded)]):
                     self._refuse_writes(module, group)
         # A forward that raised has no backward. Reshard it, or the next forward would compute with these parameters.
         number, grad = record.number, torch.is_grad_enabled() and not failed
-        if _torch.current_graph_task() != -1:  # a recomputation: the unit stays unsharded until its gradients are reduced
+        if recomputes:  # the unit stays unsharded until its gradients are reduced
             self.progress.end(module)
             call = scheduler.after_recompute(number, grad=grad)
             return call if grad else None
