@@ -116,3 +116,52 @@ def test_a_method_that_writes_to_parameters_keeps_what_it_wrote(world: World) ->
     assert_same_grads(sharded, model)
     for (name, parameter), plain in zip(sharded.named_parameters(), model.parameters()):
         assert_near(parameter, plain, name)
+
+
+@pytest.mark.parametrize("name", ["head", "blocks"])
+@ranks(1, 2)
+def test_a_write_that_cannot_be_kept_ends_the_method(world: World, name: str) -> None:
+    """The forward stayed open: other models counted as units inside of it, and parameters stayed unsharded."""
+
+    class Writes(Stack):
+        def write(self) -> None:
+            with torch.no_grad():
+                for weight in [self.head.weight] if name == "head" else [block.up.weight for block in self.blocks]:
+                    weight.mul_(0.5)
+
+    model = Writes()
+    sharded = shard_stack(
+        copy.deepcopy(model), world.mesh, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    )
+    register_fsdp_forward_method(sharded, "write")
+    with pytest.raises(fullshard.StateError, match=f"'.*{name}"):
+        sharded.write()
+    units = [module._fullshard_unit for module in (*sharded.blocks, sharded)]
+    assert not any(unit.runtime.scheduler.is_running(unit.number) for unit in units)
+    assert all(unit.residency.value == "sharded" for unit in units)
+    for (key, parameter), plain in zip(sharded.named_parameters(), model.parameters()):
+        assert_near(parameter, plain, key)
+    other = shard_stack(Stack(), world.mesh)
+    square(other(world.mine(batch(0)))).backward()
+    square(sharded(world.mine(batch(0)))).backward()
+
+
+@ranks(2)
+def test_a_forward_without_output_inside_of_an_exception_handler_has_not_failed(world: World) -> None:
+    """The exception that the caller handles was told to the other ranks as one of the forward."""
+
+    class Keeps(Stack):
+        def forward(self, x: Tensor) -> None:
+            self.output = super().forward(x)
+
+    model = Stack()
+    sharded = Keeps()
+    sharded.load_state_dict(model.state_dict())
+    shard_stack(sharded, world.mesh)
+    try:
+        raise ValueError("before")
+    except ValueError:
+        sharded(world.mine(batch(0)))
+    logs = sharded._fullshard_unit.runtime.communicator.logs()
+    assert [log.exception_note for log in logs] == [None]
+    assert_near(sharded.output, world.mine(model(batch(0))), "output")

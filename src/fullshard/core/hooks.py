@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -112,7 +111,7 @@ class ForwardHooks:
         """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
         unit = self._unit
         # torch calls this hook for a forward that raised, too (`always_call=True`), with None as output.
-        failed = output is None and sys.exc_info()[1] is not None
+        failed = output is None and unit.progress.has_raised(module)
         try:
             output = self._clone_own_parameters(module, output)
             call = unit.post_forward(module, failed=failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,9 +122,10 @@ class ForwardStart(NamedTuple):
     module: int  # id of the module
     clock: int  # the scheduler's clock at the start
     traced: int  # index in `Runtime.trace`, the units that the outermost forward entered and left so far
+    handled: BaseException | None  # the exception that the caller was handling
 
 
-_NOT_STARTED = ForwardStart(0, -1, 0)
+_NOT_STARTED = ForwardStart(0, -1, 0, None)
 
 
 class ForwardProgress:
@@ -149,7 +151,13 @@ class ForwardProgress:
 
     def begin(self, module: object, clock: int, traced: int) -> None:
         """Record that a module of the unit begins its forward."""
-        self._stack.append(ForwardStart(id(module), clock, traced))
+        self._stack.append(ForwardStart(id(module), clock, traced, sys.exc_info()[1]))
+
+    def has_raised(self, module: object) -> bool:
+        """Return True in an exception handler if the exception left the running forward of a module of the unit."""
+        failure, key = sys.exc_info()[1], id(module)
+        handled = next((began.handled for began in reversed(self._stack) if began.module == key), None)
+        return failure is not None and failure is not handled  # or the forward was called in a handler of its caller
 
     def end(self, module: object) -> ForwardStart:
         """Record that a module of the unit ends its forward, and return its start.

@@ -44,11 +44,16 @@ class LazyUnshard:
             self._units.append((unit, root))
 
     def leave(self, *, failed: bool) -> list[tuple[Unit, ForwardCall]]:
-        """End the forwards of these units, and return their calls that may have a backward, latest first."""
+        """End the forwards of these units, and return their calls that may have a backward, latest first.
+
+        If the method `failed`, its writes to parameters are dropped. If this raises, call it again with `failed`.
+        """
         calls: list[tuple[Unit, ForwardCall]] = []
         while self._units:
-            unit, root = self._units.pop()
-            adopt_writes(unit)
+            unit, root = self._units[-1]
+            if not failed:
+                adopt_writes(unit)
+            self._units.pop()
             call = unit.post_forward(root, failed=failed)
             if call is not None:
                 calls.append((unit, call))
@@ -177,13 +182,13 @@ class Method:
             with unshard_on_read(module) as lazy:
                 try:
                     output = self._call(module, *args, **kwargs)
+                    calls = lazy.leave(failed=False)
+                    if not unit.record.is_pinned:  # else reshard() looks for writes
+                        adopt_writes(unit)
                 except BaseException:
                     lazy.leave(failed=True)
                     hooks.after(module, args, None)
                     raise
-                calls = lazy.leave(failed=False)
-                if not unit.record.is_pinned:  # else reshard() looks for writes
-                    adopt_writes(unit)
                 output = hooks.after(module, args, output)
             for below, call in calls:
                 hook_outputs(below, call, output)
