@@ -111,6 +111,22 @@ def test_an_axis_to_shard_over_is_not_replicated_over_without_a_word(world: Worl
     assert type(experts) is nn.Linear
 
 
+@pytest.mark.proves("29d")
+@ranks(4)
+def test_ranks_along_an_axis_to_shard_over_ascend(world: World) -> None:
+    """torch sorts the ranks of process groups, but checkpoints have the order of the mesh: theirs had permuted rows."""
+    both = ("replicate", "shard")
+    for grid, names in (([3, 2, 1, 0], ("shard",)), ([[0, 1], [3, 2]], both), ([[2, 1], [0, 3]], both)):
+        model = nn.Linear(5, 3)
+        with pytest.raises(ValueError, match="^Expected ascending ranks along the axis 'shard' of the mesh"):
+            fully_shard(model, mesh=DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=names))
+        assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+    mesh = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=both)
+    train_both(world, Stack(), lambda m: shard_stack(m, mesh), steps=2)
+    with pytest.raises(ValueError, match="^Expected ascending ranks along the axis 'replicate' of the mesh"):
+        fully_shard(nn.Linear(5, 3), mesh=mesh, states=fullshard.HFSDP)
+
+
 @pytest.mark.proves("29c")
 @ranks(4)
 def test_names_that_fit_or_say_nothing_pass(world: World) -> None:

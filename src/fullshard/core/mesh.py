@@ -65,7 +65,7 @@ class ReplicateAxis:
 
     held: ProcessGroupHandle
     ranks: int  # size of the axis
-    rank: int  # coordinate of this rank on the axis
+    rank: int  # this rank's rank in the process group, which is its coordinate if the ranks of the mesh ascend
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -244,7 +244,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
 
     Raises:
         ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, if the names of
-            its two axes show the order (shard, replicate), or if `dims` does not fit the mesh.
+            its two axes show the order (shard, replicate), if the ranks along the axis to shard over do not ascend, or if
+            `dims` does not fit the mesh.
     """
     if mesh is None:
         if dims is not None:
@@ -351,8 +352,29 @@ def _drop_groups() -> None:
         _torch.drop_groups(mesh)
 
 
+def check_order(mesh: DeviceMesh, dim: int) -> None:
+    """Check that the ranks along an axis to shard over ascend.
+
+    torch sorts the ranks of the process groups of a mesh, and DTensor computes with the order in the group. But
+    torch.distributed.checkpoint reads the order in the mesh, and would save rows in the place of others.
+
+    Raises:
+        ValueError: on all ranks of the mesh, if they do not ascend.
+    """
+    ranks = mesh.mesh
+    if (ranks.diff(dim=dim) < 0).any():
+        name = f"axis {dim}" if mesh.mesh_dim_names is None else f"axis '{mesh.mesh_dim_names[dim]}'"
+        raise ValueError(
+            f"Expected ascending ranks along the {name} of the mesh, over which parameters are sharded, got "
+            f"{ranks.tolist()}. torch sorts the ranks of process groups, and checkpoints would have rows in a wrong order. Build "
+            "the mesh with the ranks of each axis in ascending order."
+        )
+
+
 def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
     _MESHES[id(mesh)] = mesh
+    if shard is not None:
+        check_order(mesh, shard)
     device = _torch.device_of(mesh.device_type)
     replicas = None
     if replicate is not None:

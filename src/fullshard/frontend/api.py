@@ -18,7 +18,7 @@ from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
 from fullshard.core.extension import missing_extension_method, needs_own_group, own_shard
 from fullshard.core.lint import mark_ignored
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, resolve_mesh
+from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, check_order, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_of
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.parameter_alias import replacement_of
@@ -290,6 +290,7 @@ def _check_replicas_to_shard(axis: ShardAxis) -> None:
             "states= with optimizer=('replicate', 'shard') needs a hybrid mesh of two dims (replicate, shard), got one of one "
             f"dim of size {axis.ranks}, over which ZERO3 shards everything already. Pass a mesh of two dims, or states=ZERO3."
         )
+    check_order(axis.mesh, 0)
 
 
 @dataclass(frozen=True)
