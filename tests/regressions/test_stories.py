@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import os
+import resource
 import signal
 import threading
 import time
@@ -25,12 +26,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fullshard
 from fullshard import HFSDP, ZERO3, CheckPolicy, CommPolicy, StateError, StateSharding, _torch, fully_shard
+from fullshard.checks.store import WakeupSocket
 from fullshard.checks.watchdog import Watchdog
 from fullshard.comm.base import SingleRank, StartedWork
 from fullshard.comm.gloo import GlooCollectives
+from fullshard.comm.process_groups import release
 from fullshard.comm.streams import HostStream
 from fullshard.compat import FullyShardedDataParallel as FSDP
-from fullshard.core import reduction, unit_of, units_of
+from fullshard.core import ParamGroup, reduction, unit_of, units_of
 from fullshard.core import unsharded_buffer as unsharded
 from fullshard.frontend import patches
 from fullshard.frontend.module import accumulate
@@ -1516,3 +1519,151 @@ def test_an_asynchronous_generator_is_no_forward_method(world: World) -> None:
     model = fully_shard(Streams(), mesh=world.mesh)
     with pytest.raises(ValueError, match="it is a generator or coroutine"):
         fullshard.register_fsdp_forward_method(model, "stream")
+
+
+@ranks(2)
+def test_a_parameter_added_before_an_evaluation_is_found_in_training(world: World) -> None:
+    """The check ran in the first forward only, and not without gradients. Each rank then trained the parameter alone."""
+    model = shard_stack(Stack(), world.mesh)
+    model.head.extra = nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        model(batch(0))
+    with pytest.raises(StateError, match=r"Parameters \('head.extra'\) were added to unit"):
+        model(batch(0))
+    del model.head.extra
+    square(model(batch(0))).backward()
+
+
+@ranks(1, 2)
+def test_resident_ends_for_all_units_though_one_was_written(world: World) -> None:
+    """The units behind the one that raised stayed unsharded for good."""
+    model = shard_stack(Stack(), world.mesh)
+    units = units_of(model, recurse=True)
+    with pytest.raises(StateError, match="'up.weight' of unit 'blocks.1' cannot be resharded"), model.resident(), torch.no_grad():
+        model.blocks[1].up.weight.add_(1.0)
+    left = [unit for unit in units if unit.residency.value != "sharded"]
+    assert [unit.name for unit in left] == ["blocks.1"] and not any(unit.record.is_pinned for unit in units if unit not in left)
+    model.blocks[1].reshard()
+    with model.resident():
+        square(model(world.mine(batch(0)))).backward()
+    assert all(unit.residency.value == "sharded" for unit in units)
+
+
+@ranks(1, 2)
+def test_groups_that_cannot_be_built_again_leave_the_former_ones_in_use(world: World) -> None:
+    """Some parameters were parts of a new flat shard, while forwards all-gathered the former one: writes had no effect."""
+    model = nn.Linear(5, 3)
+    model.bias.requires_grad_(False)  # so that there are two groups
+    fully_shard(model, mesh=world.mesh)
+    copies, copy_shards = [], ParamGroup._copy_shards
+
+    def no_memory(group: ParamGroup, *args: Any) -> Any:
+        copies.append(group)
+        if len(copies) == 2:
+            raise torch.OutOfMemoryError("none left")
+        return copy_shards(group, *args)
+
+    with mock.patch.object(ParamGroup, "_copy_shards", no_memory), pytest.raises(torch.OutOfMemoryError):
+        model.set_separate_reduce_scatter_group(True)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert_near(model(torch.ones(1, 5)), full(model.bias)[None], "output")
+
+
+def test_a_process_with_many_files_is_woken() -> None:
+    """select() takes file descriptors below 1,024 only: the watchdog stopped."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("a process may not open that many files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1050):
+            files.enter_context(open(os.devnull))
+        woken = WakeupSocket(dist.HashStore())
+        files.callback(woken.close)
+        assert not woken.wait(0.0)
+        woken.send(woken.address)
+        assert woken.wait(5.0)
+
+
+@ranks(1, 2)
+def test_gradients_as_values_leave_other_gradients_alone_without_a_heartbeat(world: World) -> None:
+    """Parameters outside of inputs= got zeros, with which AdamW decays them."""
+    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(heartbeat=False))
+    loss = square(model(world.mine(batch(0))))
+    fullshard.grad(loss, [model.blocks[0].up.weight])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@ranks(1, 2)
+def test_a_write_in_forward_to_a_parameter_that_gathers_itself_is_refused(world: World) -> None:
+    """It was lost silently."""
+
+    class Writes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.add_(1.0)
+            return super().forward(x)
+
+    model = Writes(5, 4, bias=False)
+    shard = fully_shard(model, mesh=world.mesh).weight._local_tensor
+    shard.fsdp_pre_all_gather = lambda mesh: ((model.weight._local_tensor,), None)
+    shard.fsdp_post_all_gather = lambda outs, metadata, dtype, *, out=None: None if out is not None else (outs[0], outs)
+    for writes in (False, True):
+        with mock.patch.object(Writes, "forward", Writes.forward if writes else nn.Linear.forward):
+            for _ in range(2):
+                if writes:
+                    with pytest.raises(StateError, match="Parameter 'weight' was written in the forward of unit"):
+                        model(batch(0))
+                else:
+                    model(batch(0))
+
+
+@ranks(1, 2)
+def test_no_closure_given_by_position_is_no_closure(world: World) -> None:
+    """`step(None)` counted as one with a closure: it recorded writes to parameters without gradients."""
+    model = shard_stack(Stack(), world.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameter = unit_of(model.blocks[0]).parameters[0]
+    model(batch(0))
+    before = parameter.write_count
+    for arguments in ((None,), ()):
+        optimizer.step(*arguments)
+    assert parameter.write_count == before
+
+
+@ranks(2)
+def test_hooks_of_optimizers_do_not_pile_up(world: World) -> None:
+    """Each full_params() gave an optimizer of another library two more hooks at its next step."""
+
+    class Other(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=world.mesh)
+    optimizer, found = Other(model.parameters()), set()
+    for number in range(4):
+        square(model(world.mine(batch(number)))).backward()
+        optimizer.step()
+        with fullshard.full_params(model):
+            pass
+        found.add((len(optimizer._optimizer_state_dict_pre_hooks), len(optimizer._optimizer_load_state_dict_pre_hooks)))
+    assert len(found) == 1
+
+
+@ranks(2)
+def test_clipping_lets_go_of_destroyed_process_groups(world: World) -> None:
+    """Their connections stayed open as long as the model."""
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    model = fully_shard(nn.Linear(5, 3), mesh=mesh)
+    square(model(batch(0))).backward()
+    fullshard.clip_grad_norm_(model.parameters(), 1.0)
+    groups = importlib.import_module("fullshard.optim.clipping")._COMMON_NORM_GROUPS
+    assert len(groups)
+    dist.barrier()
+    dist.destroy_process_group(mesh.get_group())
+    release()
+    assert not len(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import socket
 import time
 import warnings
@@ -52,7 +52,10 @@ class WakeupSocket:
     def wait(self, seconds: float, also: Sequence[int] = ()) -> bool:
         """Wait for a packet, or until a file descriptor in `also` is readable. Return True if a packet came."""
         own = self._socket.fileno()
-        readable, _, _ = select.select([own, *also], [], [], seconds)
+        with selectors.DefaultSelector() as selector:  # not select(), which refuses descriptors from 1,024 on
+            for descriptor in (own, *also):
+                selector.register(descriptor, selectors.EVENT_READ)
+            readable = [key.fd for key, _ in selector.select(seconds)]
         found = False
         if own in readable:
             with suppress(OSError):

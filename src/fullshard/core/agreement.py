@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName
 from fullshard.comm.base import Collectives, StartedWork
+from fullshard.comm.process_groups import ProcessGroupHandle
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis, group_of
 from fullshard.errors import printable
@@ -64,7 +65,6 @@ class Agreement(Ranks):
 
     Attributes:
         axes: the axes that together connect the ranks; none if this rank is alone.
-        groups: the process groups of these axes, replicas first, each with its axis.
         device: device of the tensors in the collectives.
     """
 
@@ -95,14 +95,19 @@ class Agreement(Ranks):
         self.device = axes[0].device if axes else torch.device("cpu")
         self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
         self._ranks, self._shards = ranks, shards
-        self.groups: dict[dist.ProcessGroup, ShardAxis] = {}
+        self._handles: dict[ProcessGroupHandle, ShardAxis] = {}  # which let go of a process group that torch destroyed
         for axis in axes:
             if axis.replicas is not None and axis.replicas.ranks > 1:
-                self.groups[axis.replicas.group] = axis
-            if shards and axis.group is not None and axis.ranks > 1:
-                self.groups[axis.group] = axis
+                self._handles[axis.replicas.held] = axis
+            if shards and axis.held is not None and axis.ranks > 1:
+                self._handles[axis.held] = axis
         self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
         self._last: LoggedCall | None = None
+
+    @property
+    def groups(self) -> dict[dist.ProcessGroup, ShardAxis]:
+        """The process groups of the axes, replicas first, each with its axis."""
+        return {handle.group: axis for handle, axis in self._handles.items()}
 
     def on_axis(self, axis: ShardAxis) -> Agreement:
         """Return the agreement of the same call for parameters on another axis."""

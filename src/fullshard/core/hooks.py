@@ -96,7 +96,8 @@ class ForwardHooks:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Unshard the parameters and cast the inputs before forward."""
         try:
-            if self._unit.checks.lint:
+            checks = self._unit.checks
+            if checks.lint or (checks.strays and torch.is_grad_enabled()):
                 lint.check_before_forward(self._unit, module)
             self._unit.pre_forward(module)
         except BaseException as failure:

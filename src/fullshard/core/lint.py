@@ -65,7 +65,7 @@ def check_before_forward(unit: Unit, root: nn.Module) -> None:
 
     Raises StateError, naming the parameters, if some were added that no unit would reduce, or have optimizers that never step.
     """
-    unit.checks.lint = False
+    unit.checks.lint = unit.checks.strays = False
     mark_modules(unit)
     # Private: `_in_backward_optimizers`, an attribute that torch's function sets on its parameters.
     stepped = [parameter.name for parameter in unit.parameters if "_in_backward_optimizers" in parameter.sharded.__dict__]
@@ -76,7 +76,10 @@ def check_before_forward(unit: Unit, root: nn.Module) -> None:
             "would never step: autograd accumulates into unsharded parameters, not into these. Step the optimizer in "
             "parameter.register_post_accumulate_grad_hook()."
         )
-    if unit.axis.ranks * unit.axis.replica_count > 1 and torch.is_grad_enabled() and "added" not in unit.options.checks.silence:
+    reduces = unit.axis.ranks * unit.axis.replica_count > 1 and "added" not in unit.options.checks.silence
+    if reduces and not torch.is_grad_enabled():  # a rank may evaluate with parameters of its own, but not train them
+        unit.checks.strays = True
+    elif reduces:
         slots = {(id(i.parameters), i.name) for parameter in unit.parameters for i in parameter.slots}
         ranks = set(unit.axis.mesh.mesh.flatten().tolist())
         stray = [

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
@@ -51,7 +51,7 @@ class ParamGroup:
         is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
         installed: whether the unsharded parameters are registered on the modules.
-        unsharded: the unsharded parameters; empty before the first all-gather.
+        unsharded: the unsharded parameters; empty before the first all-gather, and for one that is a tensor subclass.
         seen: versions and addresses of the unsharded parameters when the last forward began. A write changes one of them.
     """
 
@@ -68,7 +68,7 @@ class ParamGroup:
         fingerprints: GroupFingerprints,
         unwritten: Container[int] = (),
     ) -> None:
-        """Copy the shards into a new flat shard and plan the collectives.
+        """Copy the shards into a new flat shard and plan the collectives. Call `bind_parameters` before anything else.
 
         Args:
             parameters: the parameters of the group.
@@ -84,7 +84,7 @@ class ParamGroup:
         axis = parameters[0].sharding.axis
         self.two_hops, self.is_replicated = axis.hybrid is not None, axis.is_replicated
         self.layout, self.shard_layout = self._plan_layouts()
-        self.shard = self._bind(values, unwritten)
+        self.shard, self._unbound = self._copy_shards(values, unwritten)
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
         self.installed = False
@@ -163,8 +163,8 @@ class ParamGroup:
             self.grads.widen(self.dtypes.kept)
 
     @torch.inference_mode(False)  # or a model that is sharded or loaded there had no version counters
-    def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
-        """Copy `values` into a new flat shard, and make the sharded parameters parts of its memory. Gaps are zeros."""
+    def _copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
+        """Copy `values` into a new flat shard, whose gaps are zeros. Return it and the shards in it."""
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
         # Untouched pages of torch.empty take no memory until the values are loaded.
@@ -173,14 +173,22 @@ class ParamGroup:
         flat = allocate(self.shard_layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
         if fresh:
             _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.shard_layout.offsets, values)])
+        shards: list[Tensor] = []
         for parameter, place, value in zip(self.parameters, self.shard_layout.offsets, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
             local = _torch.as_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
             take_attributes(value, local)  # hooks that were set on it
             if id(parameter) not in unwritten:
                 local.copy_(value)
-            parameter.bind_to_flat_shard(local)
-        return flat
+            shards.append(local)
+        return flat, shards
+
+    def bind_parameters(self) -> None:
+        """Make the sharded parameters parts of the flat shard."""
+        shards, self._unbound = self._unbound, []
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, shard in zip(self.parameters, shards):
+                parameter.bind_to_flat_shard(shard)
 
     # --- properties ---
 
@@ -315,7 +323,8 @@ class ParamGroup:
                 "Clone those first (p.data.clone()), or write in place: p.data.copy_(value)."
             )
         with torch.inference_mode(False), torch.no_grad():
-            self.shard = self._bind([parameter.local for parameter in self.parameters], ())
+            self.shard, self._unbound = self._copy_shards([parameter.local for parameter in self.parameters], ())
+            self.bind_parameters()
         buffer = self._inner_shard if self.two_hops else self._buffer
         if isinstance(buffer, FlatBuffer):
             buffer.gather_from(self.shard)
@@ -583,10 +592,15 @@ class ExtensionGroup(ParamGroup):
         """Return a number that increases with every write to the shard, or to a tensor inside of it."""
         return [p.write_count + p.sharded._version + version_of_memory(p.local) for p in self.parameters]
 
-    def _bind(self, values: Sequence[Tensor], unwritten: Container[int]) -> Tensor:
-        parameter = self.parameters[0]
-        parameter.bind_to_flat_shard(own_shard(values[0]))
-        return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device)
+    def _copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
+        return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device), [own_shard(values[0])]
+
+    def finish_all_gather(self) -> None:
+        """Complete the all-gather, in which the first one makes the unsharded parameter."""
+        super().finish_all_gather()
+        unsharded = self.parameters[0].unsharded
+        if not self.unsharded and type(unsharded) is nn.Parameter:
+            self.unsharded = [unsharded]
 
     def _make_unsharded(self) -> ExtensionBuffer:
         return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)

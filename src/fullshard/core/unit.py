@@ -51,7 +51,8 @@ class PendingReduction(Protocol):
 class PendingChecks:
     """Checks of one unit that are due before its next forward, or its next all-gather."""
 
-    lint: bool = True  # parameters that no unit reduces
+    lint: bool = True  # what was added to the modules
+    strays: bool = False  # parameters that no unit reduces: left over for a forward with gradients
     remarks: bool = True  # waste in the model, if the unit is the outermost one
     names: bool = True  # names and paths of the units below, if the unit is the outermost one
     gathers: bool = True  # how each parameter is all-gathered
@@ -510,12 +511,9 @@ class Unit:
         self.expose()
         self.show_kept_gradients()
 
-    def set_resident(self, resident: bool) -> None:
-        """Keep the unit unsharded through forwards and backwards, until each call with True is matched by one with False."""
-        if not resident:
-            if self.record.leave_resident():
-                self.reshard(doing="the end of resident()")
-        elif self.record.enter_resident():
+    def enter_resident(self) -> None:
+        """Keep the unit unsharded through forwards and backwards, until `record.leave_resident` is called as often as this."""
+        if self.record.enter_resident():
             try:
                 self.check_idle(doing="resident()")
                 self.ensure_unsharded()
@@ -722,7 +720,9 @@ class Unit:
                         unwritten=unwritten,
                     )
                 )
+        # Nothing above changes a parameter, so that a failure, as of an allocation, leaves the former groups in use.
         for group in groups:
+            group.bind_parameters()
             group.keep_memory(self.options.keep_memory)
         self.groups, self.checks.gathers, self._buffer_collectives = groups, True, None
         self.runtime.update_timeouts()

@@ -72,6 +72,10 @@ def grad(
     _check_no_use_of_shards([outputs] if isinstance(outputs, Tensor) else outputs, logical_parameters(listed))
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
+    units = [unit for parameter in logical_parameters(listed) if (unit := owner_of(parameter)) is not None]
+    runtimes = dict.fromkeys(unit.runtime for unit in units)
+    every = [parameter.sharded for runtime in runtimes for unit in runtime.all_units() for parameter in unit.parameters]
+    without = [tensor for tensor in every if tensor.grad is None]
     for tensor in listed:
         tensor.grad = None
     try:
@@ -79,6 +83,8 @@ def grad(
             torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=leaves)  # type: ignore[arg-type]
         found = [tensor.grad for tensor in listed]
     finally:
+        for tensor in without:  # without a heartbeat, unused parameters of a unit have got zeros
+            tensor.grad = None
         for tensor, had in zip(listed, before):
             tensor.grad = had
     for tensor, value in zip(listed, found):

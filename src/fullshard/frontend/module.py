@@ -919,12 +919,14 @@ def resident(module: nn.Module) -> Iterator[None]:
     kept: list[Unit] = []
     try:
         for unit in units:
-            unit.set_resident(True)
+            unit.enter_resident()
             kept.append(unit)
         yield
     finally:
-        for unit in kept:
-            unit.set_resident(False)
+        ended = [unit for unit in kept if unit.record.leave_resident()]
+        with ExitStack() as ends:  # reshards all of them, also if one raises since the caller wrote to it
+            for unit in reversed(ended):
+                ends.callback(unit.reshard, doing="the end of resident()")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

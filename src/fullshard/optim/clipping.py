@@ -23,6 +23,7 @@ from fullshard.core import (
     UnitName,
     flat_gradient,
     logical_parameters,
+    on_release,
     recovered,
     replacement_of,
     to_local,
@@ -68,14 +69,17 @@ def _norm_groups(tensor: Tensor) -> NormGroups:
 
 # Cached, because the parameters of a group keep their placements, and a lookup for each would cost time in every step.
 _COMMON_NORM_GROUPS: weakref.WeakKeyDictionary[ParamGroup, NormGroups | None] = weakref.WeakKeyDictionary()
+_UNKNOWN: Any = object()
+on_release(_COMMON_NORM_GROUPS.clear)  # so that the connections of destroyed process groups close
 
 
 def _common_norm_groups(group: ParamGroup) -> NormGroups | None:
     """Return the norm groups that all parameters of a group have; None if they differ, as with tensor parallelism."""
-    if group not in _COMMON_NORM_GROUPS:
+    known = _COMMON_NORM_GROUPS.get(group, _UNKNOWN)
+    if known is _UNKNOWN:
         distinct = {_norm_groups(parameter.sharded) for parameter in group.parameters}
-        _COMMON_NORM_GROUPS[group] = distinct.pop() if len(distinct) == 1 else None
-    return _COMMON_NORM_GROUPS[group]
+        known = _COMMON_NORM_GROUPS[group] = distinct.pop() if len(distinct) == 1 else None
+    return known
 
 
 class _Gradients:

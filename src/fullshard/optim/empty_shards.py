@@ -89,6 +89,12 @@ class StepOrder:
                 optimizer.register_load_state_dict_pre_hook(self._before_load),
             ]
 
+    def remove_hooks(self) -> None:
+        """Remove the hooks of the optimizer, which another order takes the place of."""
+        for handle in self._optimizer_hooks:
+            handle.remove()
+        self._optimizer_hooks.clear()
+
     def leave(self) -> None:
         """Restore the former order, except in lists that other code changed meanwhile."""
         while self._put:

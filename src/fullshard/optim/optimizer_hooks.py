@@ -176,6 +176,8 @@ class _OptimizerCache:
             self.lister = kept if isinstance(kept, MuonStep) else MuonStep(optimizer)
             self.lister.keep_only(parameter for members in sharded for parameter in members)
         self.had_grad: set[int] = set()
+        if before is not None and before.order is not None:
+            before.order.remove_hooks()
         foreign = self.lister is None and is_foreign(optimizer)
         self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
@@ -238,9 +240,14 @@ def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
         cache.lister.begin_step(optimizer)
 
 
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure that a step was called with; None if there is none."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     cache = _OptimizerCache.of(optimizer)
-    has_closure = bool(kwargs.get("closure") or args[1:])
+    has_closure = _closure_of(args, kwargs) is not None
     if optimizer not in _SEEN:
         _warn_once_about(optimizer, has_closure=has_closure)
     sharded = cache.sharded
@@ -304,10 +311,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         cache.order.leave()
     # Record the writes, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may
     # clear the gradients that it made, and a hook of the optimizer may clear them all.
-    closure = kwargs.get("closure") or args[1:]
+    has_closure = _closure_of(args, kwargs) is not None
     had_grad = cache.had_grad
     for parameter in cache.sharded:
-        if id(parameter) in had_grad or parameter.sharded.grad is not None or (closure and parameter.sharded.requires_grad):
+        if id(parameter) in had_grad or parameter.sharded.grad is not None or (has_closure and parameter.sharded.requires_grad):
             parameter.note_write()
     cache.entries.log_step(optimizer.param_groups)
     gather_after_step()
