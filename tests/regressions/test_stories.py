@@ -1539,7 +1539,11 @@ def test_resident_ends_for_all_units_though_one_was_written(world: World) -> Non
     """The units behind the one that raised stayed unsharded for good."""
     model = shard_stack(Stack(), world.mesh)
     units = units_of(model, recurse=True)
-    with pytest.raises(StateError, match="'up.weight' of unit 'blocks.1' cannot be resharded"), model.resident(), torch.no_grad():
+    with (
+        pytest.raises(StateError, match="'up.weight' of unit 'blocks.1' cannot be resharded"),
+        model.resident(),
+        torch.no_grad(),
+    ):
         model.blocks[1].up.weight.add_(1.0)
     left = [unit for unit in units if unit.residency.value != "sharded"]
     assert [unit.name for unit in left] == ["blocks.1"] and not any(unit.record.is_pinned for unit in units if unit not in left)
