@@ -366,8 +366,8 @@ def check_order(mesh: DeviceMesh, dim: int) -> None:
         name = f"axis {dim}" if mesh.mesh_dim_names is None else f"axis '{mesh.mesh_dim_names[dim]}'"
         raise ValueError(
             f"Expected ascending ranks along the {name} of the mesh, over which parameters are sharded, got "
-            f"{ranks.tolist()}. torch sorts the ranks of process groups, so checkpoints would have rows in a wrong order. Build the "
-            "mesh with the ranks of each axis in ascending order."
+            f"{ranks.tolist()}. torch sorts the ranks of process groups, so checkpoints would have rows in wrong order. Build "
+            "the mesh with the ranks of each axis in ascending order."
         )
 
 
