@@ -20,6 +20,7 @@ from fullshard._torch.c10d import is_alive
 from fullshard._torch.nn import Undo
 
 __all__ = [
+    "PLAIN",
     "DTensorSpec",
     "ShardedTensor",
     "are_dtensors",
@@ -50,6 +51,8 @@ __all__ = [
     "whole_of",
     "with_version_of",
 ]
+
+PLAIN = "_fullshard_bare"  # attribute of a subclass of DTensor: a cached DTensor with the same memory
 
 
 # --- specs and placements --------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ def point_at(tensor: DTensor, local: Tensor) -> None:
     """Replace the local tensor of `tensor` by `local`. The global shape and dtype of `tensor` must already fit."""
     # Private: `_local_tensor`. The wrapper cannot change its shape, dtype or device.
     tensor._local_tensor = local
-    tensor.__dict__.pop("_fullshard_bare", None)  # the cached plain DTensor is over the old memory
+    tensor.__dict__.pop(PLAIN, None)  # it has the old memory
 
 
 def as_own_storage(tensor: Tensor) -> Tensor:

@@ -287,9 +287,9 @@ class GlooCollectives:
         self._held = held(group)
         self._channel = P2PChannel.of(group)
 
-    def _post(self, sizes: tuple[int, ...]) -> PostedMessages:
-        """Return log name, tag and sizes of the messages that are started next."""
-        return PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), sizes)
+    def _post(self, sizes: tuple[int, ...], by_peer: tuple[tuple[int, int], ...] = ()) -> PostedMessages:
+        """Return log name, tag and sizes of the messages that are started next. `by_peer`: sizes that differ by peer."""
+        return PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), sizes, by_peer)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare an all-gather: each rank sends its shard to every other rank."""
@@ -322,10 +322,9 @@ class GlooCollectives:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
         arriving, leaving, rank = received.split(list(received_sizes)), sent.split(list(sent_sizes)), self.rank
         by_peer = tuple((to.numel() * to.itemsize, back.numel() * back.itemsize) for to, back in zip(arriving, leaving))
-        posted = PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), (), by_peer)
         receives = [(arriving[peer], peer) for peer in self._others if arriving[peer].numel()]
         sends = [(leaving[peer], peer) for peer in self._others if leaving[peer].numel()]
-        messages = self._channel.exchange(posted, receives, sends)
+        messages = self._channel.exchange(self._post((), by_peer), receives, sends)
         arriving[rank].copy_(leaving[rank])
         return StartedWork((messages,), unpollable=True)
 

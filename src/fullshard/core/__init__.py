@@ -24,8 +24,8 @@ of any DTensor, without the log, and `to_local` its local tensor. `replace_rows`
 again. `forget_writes` tells the logs that parameters are loaded. `values_of` returns the plain tensor with the values of a
 tensor subclass.
 
-**Steps of optimizers.** `StepCheck` is the check before the parameters of a group are written; it leads to the group and its
-unit. `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
+**Steps of optimizers.** `owner` of a parameter leads to its group and its unit; `check_step` of it comes before a step.
+`use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
 that. `flat_gradient` returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due
 behind a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
 
@@ -161,7 +161,7 @@ from fullshard.core.sharded_param import ShardedParameter, back_references, logi
 from fullshard.core.sharded_tensor import restore_subclass, use_plain_dtensor
 from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
-from fullshard.core.unit import StepCheck, Unit, forget_writes, owner_of
+from fullshard.core.unit import Unit, forget_writes, owner_of
 from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
 from fullshard.core.unit_options import UnitOptions
 
@@ -210,7 +210,6 @@ __all__ = [
     "Slice",
     "Slot",
     "StartedWork",
-    "StepCheck",
     "UninitializedTensors",
     "Unit",
     "UnitName",

@@ -18,7 +18,7 @@ from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
 from fullshard.checks.state import WaitState
 from fullshard.checks.watchdog import Watchdog, watchdog_of
-from fullshard.comm.backends import carries_tags, collectives_for
+from fullshard.comm.backends import carries_tags
 from fullshard.comm.base import StartedWork
 from fullshard.comm.gloo import MessageTag, PeerLost
 from fullshard.comm.process_groups import ProcessGroupHandle
@@ -325,7 +325,8 @@ class Communicator:
         self, axis: ShardAxis, fingerprints: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
     ) -> None:
         """All-reduce a tensor over the shards (sum, or maximum), in place, and wait for it."""
-        collectives = collectives_for(axis.group, self.device, self.collectives.message_tag)
+        assert axis.group is not None
+        collectives = self.collectives.of_process_group(axis.group)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_scatter_stream, fingerprints, action, partial(reduce, tensor)).wait()
 

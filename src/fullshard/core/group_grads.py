@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from fullshard.checks.collective_log import CollectiveLog
 from fullshard.core.layout import GroupLayout, Segment, Slice
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.policies import Dtypes
+
+if TYPE_CHECKING:
+    from fullshard.core.reduction import Reduction
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,21 +89,6 @@ class ReductionPlan:
         )
 
 
-class DeferredSum(Protocol):
-    """A reduction whose all-reduce over replicas is deferred to a later reduction."""
-
-    used: list[bool]  # for each parameter, whether this rank has a gradient
-
-    @property
-    def total(self) -> Tensor:
-        """The reduce-scatter output, (shard_numel,)."""
-        ...
-
-    def add_to(self, total: Tensor) -> None:
-        """Add this sum to `total`, the reduce-scatter output of the later reduction."""
-        ...
-
-
 class GroupGradients:
     """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
 
@@ -132,7 +120,7 @@ class GroupGradients:
         self.exposed = False
         # Unsharded parameters whose `.grad` may have any dtype while kept gradients are exposed, and their own `grad_dtype`.
         self._lifted: list[tuple[nn.Parameter, torch.dtype]] = []
-        self.deferred: DeferredSum | None = None
+        self.deferred: Reduction | None = None
         # Epoch of the log at the last commit. All ranks start a new epoch together after a failed step. Gradients of that step
         # may differ between ranks, so comparing them would raise for no reason.
         self._epoch = -1

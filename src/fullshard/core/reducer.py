@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,8 +19,11 @@ from fullshard.core.lint import remark_on_unmarked
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
 from fullshard.core.reduction_arena import ReductionArena
-from fullshard.core.unit import PendingReduction, Unit
+from fullshard.core.unit import Unit
 from fullshard.errors import StateError
+
+if TYPE_CHECKING:
+    from fullshard.core.finalization import PendingReduction
 
 
 class GradientReducer:
@@ -274,7 +278,7 @@ class GradientReducer:
         self._commit_unfinished_steps()
         if not reduced and not kept:
             return
-        at_once = self._communicator.async_device is None or self._kept.since_last_step or len(self._kept) > 0
+        at_once = self._reads_at_once
         sent = self._send_heartbeats(reduced, kept, None)
         more = self._kept.due_anywhere(sent, kept, touched, units, read=at_once)
         if more:
@@ -324,24 +328,38 @@ class GradientReducer:
         Raises:
             StateError: if the ranks diverged.
         """
+        flags = [(unit.global_id % UNIT_FLAGS, group.fingerprints.log) for unit, group in kept]
+        sent = self._send(reduced, flags, again)
+        self.drain()
+        self._hooked.clear()
+        self._read(sent)
+        return sent
+
+    def _send(
+        self,
+        reduced: Sequence[tuple[Unit, Reduction]],
+        flags: Sequence[tuple[int, CollectiveLog]],
+        again: Container[CollectiveLog] | None,
+    ) -> list[Sent]:
+        """Send the heartbeats of units that have them. See `Heartbeats.send` for `flags` and `again`."""
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
         if len(self._replicating):
             self._in_flight.drain()
         checked = [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
-        flags = [(unit.global_id % UNIT_FLAGS, group.fingerprints.log) for unit, group in kept]
-        sent = self._heartbeats.send(checked, flags, again)
-        self.drain()
-        self._hooked.clear()
-        self._read(sent)
-        return sent
+        return self._heartbeats.send(checked, flags, again)
+
+    @property
+    def _reads_at_once(self) -> bool:
+        """True if heartbeats are read in the backward that sends them. `_send_heartbeats` says when."""
+        return self._communicator.async_device is None or self._kept.since_last_step or len(self._kept) > 0
 
     def _read(self, sent: Sequence[Sent]) -> None:
         """Read heartbeats before any gradient is set or, on an accelerator, in a later step.
 
         Raises StateError if the ranks diverged.
         """
-        if self._communicator.async_device is None or self._kept.since_last_step or len(self._kept):
+        if self._reads_at_once:
             self._heartbeats.read_now(sent)
         else:
             self._heartbeats.read_later(sent)
@@ -383,10 +401,7 @@ class GradientReducer:
         """Send the heartbeats of these units' reductions. Return both, for `end`."""
         mine = set(map(id, units))
         due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
-        if len(self._replicating):  # see `_send_heartbeats`: all-reduces start before the heartbeat on every rank
-            self._in_flight.drain()
-        checked = [(unit.options.checks.every, reduction) for unit, reduction in due if unit.options.checks.heartbeat]
-        sent = self._heartbeats.send(checked, (), None)
+        sent = self._send(due, (), None)
         # `end` must start no collective, since ranks may finish several models in different orders.
         if self._communicator.async_device is None and any(_has_stages(reduction) for _, reduction in due):
             self.drain()

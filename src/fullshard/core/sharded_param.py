@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain, take_attributes, version_of_memory
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
+
+if TYPE_CHECKING:
+    from fullshard.core.unit import Owner
 
 
 class WeakBackReference:
@@ -92,26 +95,6 @@ class ParamSlot:
             setattr(module, self.name, parameter)
 
 
-class WriteGuard(Protocol):
-    """Check of the unit before its shards are written."""
-
-    def __call__(self) -> None:
-        """Raise StateError if an optimizer must not write the shards now."""
-        ...
-
-    def wait_for_readers(self) -> None:
-        """Block the host until no copy to the device reads the shards in host memory."""
-        ...
-
-    def note_write(self, parameter: ShardedParameter, action: str) -> None:
-        """Record `action`, a write of the caller to the shard, so that ranks can compare their writes."""
-        ...
-
-    def move_shard(self) -> None:
-        """Copy the flat shard into new memory, so that other tensors over the old memory keep their values."""
-        ...
-
-
 class ShardedParameter:
     """One parameter of a unit: sharded parameter, unsharded parameter, and the slots where one of them is registered.
 
@@ -127,7 +110,7 @@ class ShardedParameter:
         unsharded: the unsharded parameter that modules compute with, in the group's unsharded buffer; None before the first
             all-gather.
         write_count: number of writes to the shard that no version counter shows.
-        write_guard: the unit's check before writes to the shard; None before the unit is complete.
+        owner: its unit and group; None before the unit is complete.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
@@ -144,6 +127,7 @@ class ShardedParameter:
         "local",
         "local_grad",
         "name",
+        "owner",
         "sharded",
         "sharding",
         "slots",
@@ -151,7 +135,6 @@ class ShardedParameter:
         "unit_name",
         "unsharded",
         "write_count",
-        "write_guard",
     )
 
     def __init__(
@@ -182,7 +165,7 @@ class ShardedParameter:
         self.local_grad: Tensor | None = None
         self.exposed_grad: Tensor | None = None
         self.write_count = 0
-        self.write_guard: WriteGuard | None = None
+        self.owner: Owner | None = None
         self.unit_name = UnitName("")
         # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
         self._exposed: tuple[int, int] | None = None
@@ -226,7 +209,7 @@ class ShardedParameter:
         """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
-        if local is not self.local and self.write_guard is not None:  # not the first one
+        if local is not self.local and self.owner is not None:  # not the first one
             # so that the sum in `shard_versions` never returns to an old value
             self.write_count += 1 + version_of_memory(self.local)
         self.local = local
@@ -254,8 +237,8 @@ class ShardedParameter:
 
     def wait_for_readers(self) -> None:
         """Block the host until no copy to the device reads the shard in host memory. Call this before a write."""
-        if self.write_guard is not None:
-            self.write_guard.wait_for_readers()
+        if self.owner is not None:
+            self.owner.wait_for_readers()
 
     def note_write(self, action: str = "") -> None:
         """Record a write to the shard, so that the next all-gather is not skipped.
@@ -265,8 +248,8 @@ class ShardedParameter:
         """
         # Fused operations, and DTensor's foreach operations, increase no version counter.
         self.write_count += 1
-        if action and self.write_guard is not None:
-            self.write_guard.note_write(self, action)
+        if action and self.owner is not None:
+            self.owner.note_write(self, action)
 
     def assign(self, value: Tensor) -> None:
         """Replace the shard's values, for `.data = value`. Raise StateError if dtype or shape of `value` does not fit."""
@@ -292,8 +275,8 @@ class ShardedParameter:
         if not is_plain(self.local):
             self._replace_subclass(rows)
             return
-        if self.write_guard is not None and _torch.has_aliases(self.local):
-            self.write_guard.move_shard()
+        if self.owner is not None and _torch.has_aliases(self.local):
+            self.owner.move_shard()
         with torch.no_grad():
             self.local.copy_(rows)
 

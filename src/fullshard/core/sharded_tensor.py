@@ -17,7 +17,7 @@ from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
-_PLAIN = "_fullshard_bare"  # attribute of both: a plain DTensor with the same memory, with which operations compute
+_PLAIN = _torch.PLAIN  # attribute of both: a plain DTensor with the same memory, with which operations compute
 # Attribute of a "view" for which DTensor had to all-gather (an element or a row): it is a copy, so writes to it are lost.
 _COPIED = "_fullshard_copied"
 _MIXED = "got mixed torch.Tensor and DTensor"

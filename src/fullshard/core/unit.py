@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +33,10 @@ from fullshard.errors import StateError, warn_once
 from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
+    from fullshard.core.finalization import PendingReduction
     from fullshard.core.runtime import Runtime
 
 _MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may be sent
-
-
-class PendingReduction(Protocol):
-    """Reductions that the user waits for later (`finalize_backward(async_op=True)`)."""
-
-    units: list[Unit]
-
-    def drop(self, why: str) -> None:
-        """Drop the reductions, so that waiting for them raises and gives `why` as the reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -727,9 +719,9 @@ class Unit:
         self.groups, self.checks.gathers, self._buffer_collectives = groups, True, None
         self.runtime.update_timeouts()
         for group in groups:
-            check = StepCheck(self, group)
+            owner = Owner(self, group)
             for parameter in group.parameters:
-                parameter.write_guard, parameter.unit_name = check, self.unit_name
+                parameter.owner, parameter.unit_name = owner, self.unit_name
         self._update_record()
 
     @property
@@ -830,8 +822,7 @@ def name_units_in(module: nn.Module, *, place: bool = False) -> None:
 
 def owner_of(parameter: ShardedParameter) -> Unit | None:
     """Return the unit that a parameter belongs to."""
-    check = parameter.write_guard
-    return check.unit if isinstance(check, StepCheck) else None
+    return None if parameter.owner is None else parameter.owner.unit
 
 
 def forget_writes(parameters: Iterable[ShardedParameter]) -> None:
@@ -843,8 +834,8 @@ def forget_writes(parameters: Iterable[ShardedParameter]) -> None:
             log.forget_writes([(unit.global_id, parameter.name)])
 
 
-class StepCheck:
-    """The check that optimizers run before they write a group's parameters. It refers to the unit weakly."""
+class Owner:
+    """The unit and the group of parameters, to which it refers weakly. All parameters of a group have the same one."""
 
     __slots__ = ("_group", "_unit")
 
@@ -861,8 +852,8 @@ class StepCheck:
         """The group, None once it is deleted."""
         return self._group()
 
-    def __call__(self) -> None:
-        """Raise StateError if the shards may not be written now."""
+    def check_step(self) -> None:
+        """Raise StateError if an optimizer must not write the shards now."""
         unit, group = self._unit(), self._group()
         if unit is not None and group is not None:
             unit.prepare_step(group)
@@ -891,9 +882,8 @@ class StepCheck:
 
 __all__ = [
     "Exposure",
+    "Owner",
     "PendingChecks",
-    "PendingReduction",
-    "StepCheck",
     "Unit",
     "forget_writes",
     "name_units_in",

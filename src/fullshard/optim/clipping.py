@@ -18,12 +18,12 @@ from fullshard.core import (
     GroupFingerprints,
     ParamGroup,
     ShardedParameter,
-    StepCheck,
     Unit,
     UnitName,
     flat_gradient,
     logical_parameters,
     on_release,
+    owner_of,
     recovered,
     replacement_of,
     to_local,
@@ -93,13 +93,12 @@ class _Gradients:
     def __init__(self, parameters: Sequence[Tensor], logical: Sequence[ShardedParameter]) -> None:
         self.units: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
         self.parts: list[tuple[NormGroups, Tensor]] = []
-        # The parameters of a group share one write guard (a `StepCheck`), and it refers to their unit and group.
-        members_by_guard: dict[Any, list[ShardedParameter]] = {}
+        by_owner: dict[Any, list[ShardedParameter]] = {}
         for parameter in logical:
-            members_by_guard.setdefault(parameter.write_guard, []).append(parameter)
+            by_owner.setdefault(parameter.owner, []).append(parameter)
         flat: dict[int, tuple[NormGroups, Tensor]] = {}  # by id of the parameter
-        for guard, members in members_by_guard.items():
-            unit, group = (guard.unit, guard.group) if isinstance(guard, StepCheck) else (None, None)
+        for owner, members in by_owner.items():
+            unit, group = (None, None) if owner is None else (owner.unit, owner.group)
             if unit is not None:
                 self.units.setdefault((unit.axis.group,), unit)
             # The flat gradient contains the gradients of the whole group, also of parameters that are not to be clipped.
@@ -163,9 +162,9 @@ def clip_grad_norm_(
     # A list that was made before sharding contains the plain parameters: clip the sharded parameters that replaced them.
     listed = [parameter if (now := replacement_of(parameter)) is None else now for parameter in given]
     sharded = logical_parameters(listed)
-    for guard in dict.fromkeys([logical.write_guard for logical in sharded]):
-        if isinstance(guard, StepCheck) and guard.unit is not None:
-            recovered(guard.unit)  # before gradients are read
+    for unit in dict.fromkeys(map(owner_of, sharded)):
+        if unit is not None:
+            recovered(unit)  # before gradients are read
     for logical in sharded:
         if logical.local_grad is not None and logical.sharded.grad is None:
             raise StateError(

@@ -176,10 +176,10 @@ class _OptimizerCache:
             self.lister = kept if isinstance(kept, MuonStep) else MuonStep(optimizer)
             self.lister.keep_only(parameter for members in sharded for parameter in members)
         self.had_grad: set[int] = set()
+        foreign = self.lister is None and is_foreign(optimizer)
+        self.order: StepOrder | None = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
         if before is not None and before.order is not None:
             before.order.remove_hooks()
-        foreign = self.lister is None and is_foreign(optimizer)
-        self.order = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the optimizer builds a new cache
@@ -258,9 +258,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if parameter.sharded.grad is not None:
             cache.had_grad.add(id(parameter))
             parameter.note_write()  # also behind the step, but not if it raises, or a hook of the optimizer does
-    for check in dict.fromkeys([parameter.write_guard for parameter in sharded]):
-        if check is not None:
-            check()
+    for owner in dict.fromkeys([parameter.owner for parameter in sharded]):
+        if owner is not None:
+            owner.check_step()
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         _check_whole_matrices(optimizer, sharded)
         use_plain_dtensor([parameter.sharded for parameter in sharded])
