@@ -451,7 +451,7 @@ class CommPolicy:
             units together have at most this many bytes of unsharded parameters, padding included. None prefetches exactly one
             unit, 0 none.
         gather_after_step: True starts the all-gathers of parameters that are kept unsharded between steps (`ZERO1`, `ZERO2`)
-            behind the optimizer's step; with several optimizers, behind the last one that writes them. False leaves them to the
+            after the optimizer's step; with several optimizers, after the last one that writes them. False leaves them to the
             next forward, which prefetches them.
         collectives: called with each process group that a unit uses (shards; and, if there are any, replicas, separate
             reductions, the smaller group of an int reshard, and under `HFSDP` the group of all ranks). Returns the

@@ -226,7 +226,7 @@ def test_a_record_that_cannot_be_read_is_skipped_and_said_once() -> None:
     key = job.ledgers[0].key
     job.lines[2].log_call("reduction")  # rank 1 says something else, which is found whatever rank 2 has in the store
     job.lines[1].log_call("heartbeat")
-    for name in (f"{key}/2", f"{key}/2/said", f"{key}/2/calls", f"notice/{job.store.add('notices', 1)}"):
+    for name in (f"{key}/2", f"{key}/2/status", f"{key}/2/calls", f"notice/{job.store.add('notices', 1)}"):
         job.store.set(name, b"\xff no json")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -92,8 +92,8 @@ def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` at each call of a function of torch.compile, and run that function without compilation, in the block."""
+def on_compiled(notify: Callable[[], None]) -> Iterator[None]:
+    """Call `notify` at each call of a function of torch.compile, and run that function without compilation, in the block."""
     # Private: `_callback_from_stance`, which every compiled function calls before it runs. The public `set_stance` can also run
     # functions without compilation, but does not report the calls. If torch stops calling it, no call is reported.
     callback_of = torch._dynamo.eval_frame._callback_from_stance
@@ -101,7 +101,7 @@ def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
     def callback(asked: Any) -> Any:
         if not callable(asked):  # None disables dynamo, and False only runs code that is compiled already
             return callback_of(asked)
-        tell()
+        notify()
         return None
 
     torch._dynamo.eval_frame._callback_from_stance = callback  # type: ignore[assignment]
@@ -112,14 +112,14 @@ def on_compiled(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def on_activation_offload(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` before torch's `save_on_cpu` starts to keep activations in host memory, in the block."""
+def on_activation_offload(notify: Callable[[], None]) -> Iterator[None]:
+    """Call `notify` before torch's `save_on_cpu` starts to keep activations in host memory, in the block."""
     # Replaces `__init__` rather than the class, so that names imported earlier are covered.
     offload: Any = torch.autograd.graph.save_on_cpu
     made = offload.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        tell()
+        notify()
         made(self, *args, **kwargs)
 
     offload.__init__ = init
@@ -130,8 +130,8 @@ def on_activation_offload(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def on_context_parallel(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` when context parallelism takes over attention, in the block."""
+def on_context_parallel(notify: Callable[[], None]) -> Iterator[None]:
+    """Call `notify` when context parallelism takes over attention, in the block."""
     import torch.distributed.tensor.experimental._context_parallel._attention as attention  # imported late: 12 ms
 
     # Private: the function by which the public `context_parallel` switches the dispatcher. If torch stops calling it, context
@@ -139,7 +139,7 @@ def on_context_parallel(tell: Callable[[], None]) -> Iterator[None]:
     before = attention._enable_context_parallel_dispatcher_impl
 
     def enable(*args: Any, **kwargs: Any) -> Any:
-        tell()
+        notify()
         return before(*args, **kwargs)
 
     attention._enable_context_parallel_dispatcher_impl = enable
@@ -150,19 +150,19 @@ def on_context_parallel(tell: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def on_autocast(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` before an enabled torch.autocast is created or entered, in the block."""
+def on_autocast(notify: Callable[[], None]) -> Iterator[None]:
+    """Call `notify` before an enabled torch.autocast is created or entered, in the block."""
     # Private: `_enabled`. An instance that was created before the block is caught when it is entered.
     init, enter = torch.autocast.__init__, torch.autocast.__enter__
 
     def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
         if enabled:  # before `init`, which warns and disables it if the machine has no such device
-            tell()
+            notify()
         init(self, device_type, dtype, enabled, cache_enabled)
 
     def entered(self: Any) -> Any:
         if self._enabled:
-            tell()
+            notify()
         return enter(self)
 
     torch.autocast.__init__, torch.autocast.__enter__ = made, entered  # type: ignore[method-assign]

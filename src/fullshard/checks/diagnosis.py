@@ -53,7 +53,7 @@ class Diagnosis:
         """Return why the wait of one thread will not end; None if it may end."""
         records, rank = self._records, self._local.rank
         here, stuck = wait_text(rank, call), state.seconds_waiting(now)
-        # Only ranks that ended before this call count. A rank that ended behind it has taken part in it, and this rank waits
+        # Only ranks that ended before this call count. A rank that ended after it has taken part in it, and this rank waits
         # for a third one, which may only be late.
         ended = [other for other, position in positions.items() if position.flags & ENDED and position.count < call.number]
         if ended:

@@ -60,7 +60,7 @@ class RankProcess:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    # The second field is the name of the program in parentheses, which may contain spaces; the fields behind it do not.
+    # The second field is the name of the program in parentheses, which may contain spaces; the fields after it do not.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]
 

@@ -243,7 +243,7 @@ class Notices:
             self._records.publish(self._records.changed())
 
     def _handle(self, number: int, kind: str, *rest: object) -> None:
-        if kind == "ask":
+        if kind == "request":
             self.last_request = number, self.clock()
             self.follow_peers()
         elif kind == "verdict":
@@ -266,7 +266,7 @@ class Notices:
 
     def request_positions(self, now: float) -> int:
         """Request the positions of all other ranks, and return the number of the notice."""
-        number = self._store.post(json.dumps(["ask", self._local.rank]).encode())
+        number = self._store.post(json.dumps(["request", self._local.rank]).encode())
         self.last_request = number, now
         others = sorted({rank for log in self._local.all_logs() for rank in log.ranks if rank != self._local.rank})
         self._store.wake(others)

@@ -185,16 +185,16 @@ class StateStore:
 
     def address_record(self) -> dict[str, bytes]:
         """Return the record with the address of this rank's socket; empty without a socket."""
-        return {} if self.wakeup_socket is None else {f"bell/{self.rank}": self.wakeup_socket.address.encode()}
+        return {} if self.wakeup_socket is None else {f"address/{self.rank}": self.wakeup_socket.address.encode()}
 
     def wake(self, ranks: Sequence[int]) -> None:
         """Wake other ranks whose addresses are published, at most MAX_WOKEN of them."""
         if self.wakeup_socket is None:
             return
         ranks = ranks[:MAX_WOKEN]
-        unknown = [rank for rank in ranks if rank not in self._addresses and rank != self.rank]
-        for key, value in self.read([f"bell/{rank}" for rank in unknown], expected=True).items():
-            self._addresses[int(key[5:])] = value.decode()
+        unknown = {f"address/{rank}": rank for rank in ranks if rank not in self._addresses and rank != self.rank}
+        for key, value in self.read(list(unknown), expected=True).items():
+            self._addresses[unknown[key]] = value.decode()
         for rank in ranks:
             if rank != self.rank and rank in self._addresses:
                 self.wakeup_socket.send(self._addresses[rank])
@@ -269,7 +269,7 @@ Window = list[tuple[int, int, str]]
 
 
 class Records:
-    """Records of each log and rank, each under its own key: position, status (key `said`), recent calls (`calls`), `needs`.
+    """Records of each log and rank, each under its own key: position, status (key `status`), recent calls (`calls`), `needs`.
 
     The needs are the messages that a rank still waits for in a closed log: its ranks diverged, and no further call may start.
     """
@@ -307,7 +307,7 @@ class Records:
     @property
     def has_published_status(self) -> bool:
         """True if this rank has published its status."""
-        return any(key.endswith("/said") for key in self._published)
+        return any(key.endswith("/status") for key in self._published)
 
     def changed(self, *, ended: bool = False) -> dict[str, bytes]:
         """Return the records that differ from those last published."""
@@ -319,7 +319,7 @@ class Records:
             if not (many and local.waiting_in(log) is not None):  # with many ranks, the position of a waiting rank is enough
                 status = local.status(log)
                 values = [log.epoch, status.last, status.waits, status.exception, status.any_failed]
-                records[f"{at}/said"] = json.dumps(values).encode()
+                records[f"{at}/status"] = json.dumps(values).encode()
             records[f"{at}/calls"] = zlib.compress(json.dumps([log.epoch, log.recent_calls()]).encode())
         return {key: record for key, record in records.items() if self._published.get(key) != record}
 
@@ -397,11 +397,11 @@ class Records:
     def statuses(self, log: CollectiveLog, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the published statuses of `ranks`."""
         found: dict[int, RankStatus] = {}
-        for rank, record in self._read(log, ranks, "said").items():
+        for rank, record in self._read(log, ranks, "status").items():
             try:
                 found[rank] = RankStatus(*record)
             except TypeError as wrong:
-                self.warn_unreadable(f"'said' of rank {rank}", wrong)
+                self.warn_unreadable(f"'status' of rank {rank}", wrong)
         return found
 
     def windows(self, log: CollectiveLog, ranks: Sequence[int]) -> dict[int, Window]:

@@ -27,7 +27,7 @@ tensor subclass.
 **Steps of optimizers.** `owner` of a parameter leads to its group and its unit; `check_step` of it comes before a step.
 `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
 that. `flat_gradient` returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due
-behind a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
+after a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a collective of their own. `ReductionLayout`, `Slice` and

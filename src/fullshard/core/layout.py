@@ -171,7 +171,7 @@ class ParamOffsets:
                           ...[unsharded_offset, unsharded_offset + numel)...         of a summed parameter
 
     If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise they are not: the parameter is `permuted`.
-    It is packed, and each rank's block is copied to its place along `dim` behind an all-gather, and from it before a reduction.
+    It is packed, and each rank's block is copied to its place along `dim` after an all-gather, and from it before a reduction.
     """
 
     shape: tuple[int, ...]  # unsharded
@@ -183,7 +183,7 @@ class ParamOffsets:
 
     @property
     def permuted(self) -> bool:
-        """True if the shards, one behind the other in rank order, are not the parameter."""
+        """True if the shards, one after the other in rank order, are not the parameter."""
         return self.dim != 0
 
     @property

@@ -40,7 +40,7 @@ def check_replicas(unit: Unit) -> None:
         if unit.options.sync == "broadcast":
             broadcast([shard for _, shard in shards], agreement)
         else:
-            # Also behind a difference: ranks of another axis may not have found one.
+            # Also after a difference: ranks of other axes may have found none.
             found = find_unequal_values(shards, agreement)
             wrong = wrong or found
     if unit.options.sync == "broadcast":

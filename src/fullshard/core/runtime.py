@@ -50,7 +50,7 @@ class _Writers:
 
     count: int = 0  # since the last outermost forward
     usual: int = 1  # the last time that there were any
-    versions: list[int] = field(default_factory=list)  # of the shards behind the last of them
+    versions: list[int] = field(default_factory=list)  # of the shards after the last of them
 
 
 class Runtime:
@@ -270,7 +270,7 @@ class Runtime:
     # --- actions ---
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Run actions in order. If one raises, its unit and those of the actions behind it are resharded."""
+        """Run actions in order. If one raises, its unit and those of the actions after it are resharded."""
         shown = _torch.profiling()
         for index, action in enumerate(actions):
             unit = self.unit(action.unit)
@@ -297,7 +297,7 @@ class Runtime:
             self._actions = plain
 
     def _roll_back(self, actions: Sequence[Action]) -> None:
-        """Reshard the units of these actions: the one that raised, and those behind it."""
+        """Reshard the units of these actions: the one that raised, and those after it."""
         for number in dict.fromkeys(action.unit for action in actions):
             unit = self.unit(number)
             if unit is not None:
@@ -459,7 +459,7 @@ class Runtime:
         """Wait for all-gathers, since memory that messages still arrive in must not be freed.
 
         On an accelerator, wait for all of them: that only orders the compute stream, and takes no time. On the CPU, do not wait
-        for anything behind a failure: its messages may never come, and they keep their memory alive themselves.
+        for anything after a failure: its messages may never come, and they keep their memory alive themselves.
         """
         left = deque(gathering)
         try:
@@ -489,7 +489,7 @@ def make_unit(
 
 
 def gather_after_step() -> None:
-    """Start the all-gathers that are due behind an optimizer's step on this thread."""
+    """Start the all-gathers that are due after an optimizer's step on this thread."""
     for runtime in Runtime.all_of_thread():
         runtime.gather_after_step()
 

@@ -147,8 +147,8 @@ class UnitRecord:
     # collectives.
     pending_backwards: int = 0
 
-    # Calls whose autograd graph is alive on this rank. It differs between ranks, so it decides what is legal, never what is
-    # sent.
+    # Calls on this rank whose backward has not begun and whose graph is not freed. It differs between ranks, so it decides
+    # what is legal, never what is sent.
     live_graphs: int = 0
 
     # The last forward outside of a backward, which a recomputation repeats, and whether it (or its recomputation) had grad.
@@ -217,7 +217,7 @@ class ExecutionOrder:
         if self.has_left:
             try:
                 self.at = run.index(unit, self.at)
-            except ValueError:  # a unit that the known run lacks: what comes behind it may be known again
+            except ValueError:  # a unit that the known run lacks: what comes after it may be known again
                 return []
         self.at += 1
         return run[self.at : self.at + count]
@@ -670,15 +670,15 @@ class Scheduler:
         in_backward: bool,
         itself: bool = True,
     ) -> list[Action]:
-        """Unshard the unit that computes next, and start unsharding the units behind it.
+        """Unshard the unit that computes next, and start unsharding the units after it.
 
         Args:
             record: the unit that computes next.
-            expected: units that are expected behind it.
+            expected: units that are expected after it.
             by_user: units that the user set instead, if any.
             stale: the shards changed since the unit was unsharded, so it is unsharded again.
             in_backward: skip units whose backward needs no unsharded parameters.
-            itself: False if only the units behind it are needed.
+            itself: False if only the units after it are needed.
         """
         unit = record.number
         actions: list[Action] = []

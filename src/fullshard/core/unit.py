@@ -826,7 +826,7 @@ def owner_of(parameter: ShardedParameter) -> Unit | None:
 
 
 def forget_writes(parameters: Iterable[ShardedParameter]) -> None:
-    """Forget the writes to parameters that all ranks load. Before a step that failed, some may have made others."""
+    """Forget the writes to parameters that all ranks load: ranks that failed may have missed some. Loading makes up for it."""
     for parameter in parameters:
         unit = owner_of(parameter)
         if unit is not None:

@@ -160,7 +160,7 @@ class AllGather:
     """An all-gather: copy-in steps, the collective, copy-out steps.
 
     `copy_in` runs on the copy-in stream if there is one, and overlaps with the previous all-gather then. The rest runs on the
-    stream of the all-gather, `begin` before the collective and `finish` behind it.
+    stream of the all-gather, `begin` before the collective and `finish` after it.
 
     Attributes:
         begin: starts the collective.

@@ -150,7 +150,7 @@ class Recorded:
     def speeds(self) -> dict[str, float]:
         """Return the speed of collectives of at least 1 MiB.
 
-        Left out are collectives whose time is not their own: behind a copy from host memory (CPU offload) and, on the CPU, if
+        Left out are collectives whose time is not their own: after a copy from host memory (CPU offload) and, on the CPU, if
         they completed before the wait, since their end time is unknown.
 
         Returns:

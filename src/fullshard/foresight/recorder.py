@@ -182,7 +182,7 @@ class _Recorder:
             return Span(stream, self._seconds(step.began, begin), self._seconds(step.began, end), unit, name)
 
         ended = [one for one in step.sent if one.messages and one.ended is not None]
-        if self._async_device is None:  # on the CPU, a collective behind another one begins only when that one is waited for
+        if self._async_device is None:  # on the CPU, a collective after another one begins only when that one is waited for
             ended.sort(key=lambda one: float(one.begun))
         sent = tuple(
             RecordedCollective(

@@ -262,7 +262,7 @@ class _Simulator:
     def begin_step(self) -> int:
         """Clear the program for a new step. Return the number of ledger changes before it.
 
-        A step ends when the optimizer's step ends. So the all-gathers of kept units that start behind it (`gather_after_step`)
+        A step ends when the optimizer's step ends. So the all-gathers of kept units that start after it (`gather_after_step`)
         belong to the next step, and are started here.
         """
         self.program.instructions.clear()

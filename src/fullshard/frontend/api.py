@@ -194,7 +194,7 @@ def _shard(
     axis, options, refs = arguments.axis, arguments.options, found.refs
     communicator = Runtime.of(axis.device, options.comm).communicator
     for each in (axis, *(how.axis for how in found.shardings)):
-        communicator.log_of(each).forget_writes()  # to a model before, before a step that failed
+        communicator.log_of(each).forget_writes()  # to an earlier model: ranks that failed may have missed some
     _check_or_sync_values(found, _agreement(modules, arguments), options.sync)
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")

@@ -118,7 +118,7 @@ class StepOrder:
                 last[parameter.dtype] = max(last.get(parameter.dtype, (share, index)), (share, index))
 
         def place(index: int) -> tuple[int, bool]:
-            """Return the sort key. It moves parameters behind the chosen last one to the places directly before that one."""
+            """Return the sort key. It moves parameters after the chosen last one to the places directly before that one."""
             _, end = last.get(members[index].dtype, (0, len(members)))
             return (end, False) if index > end and steps[index] else (index, True)
 

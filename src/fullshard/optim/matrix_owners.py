@@ -130,7 +130,7 @@ class MatrixOwners:
         parameters: the parameters of at least two dims, sharded or plain.
         split: the pieces of parameters that are several matrices: a number of equal pieces or their sizes along dim 0, or
             `Pieces`. A parameter of more than two dims that is not split, as the kernel of a convolution, is one matrix with
-            all dims behind the first as columns.
+            all dims after the first as columns.
         cost: function of a `Matrix` that returns the time to compute with it, in any unit; None for that of Newton-Schulz.
         batched: True to compute matrices of equal shape together, those that an owner has in one bucket: then the function gets
             (matrices, rows, columns), which is faster for small matrices. Batches depend on the plan, and on some devices a

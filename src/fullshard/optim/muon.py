@@ -191,7 +191,7 @@ class MuonStep:
 def runs(
     indices: Sequence[int], key: Callable[[int], object], nbytes: Callable[[int], int] | None = None
 ) -> Iterator[list[int]]:
-    """Yield runs of positions in `indices`, with equal keys: of several with together at most `RUN_NBYTES`, or of one."""
+    """Yield runs of consecutive positions in `indices` with equal keys. Several have at most `RUN_NBYTES` together."""
     run: list[int] = []
     last, room = object(), 0
     for number, index in enumerate(indices):

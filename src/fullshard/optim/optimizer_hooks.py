@@ -146,7 +146,7 @@ class _OptimizerCache:
 
     Attributes:
         entries: entries of its steps in the collective logs.
-        states: `optimizer.state`, which is another object behind `load_state_dict()`.
+        states: `optimizer.state`, which `load_state_dict()` replaces.
         lister: lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
         had_grad: ids of those of `sharded` that had a gradient when the running step began.
@@ -257,7 +257,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for parameter in sharded:
         if parameter.sharded.grad is not None:
             cache.had_grad.add(id(parameter))
-            parameter.note_write()  # also behind the step, but not if it raises, or a hook of the optimizer does
+            parameter.note_write()  # here as well, since `_after_step` does not run if the step or a hook raises
     for owner in dict.fromkeys([parameter.owner for parameter in sharded]):
         if owner is not None:
             owner.check_step()

@@ -405,7 +405,7 @@ def _storage_layout(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return tensors of these shapes, one behind the other from the start of `flat`."""
+    """Return tensors of these shapes, one after the other from the start of `flat`."""
     sizes = [prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
 

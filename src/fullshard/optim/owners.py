@@ -31,7 +31,7 @@ class Matrix:
 
     Args:
         name: its qualified name.
-        shape: its whole shape, (rows, columns), or more dims; those behind the first count as columns.
+        shape: its whole shape, (rows, columns), or more dims; those after the first count as columns.
         dim: the dim that is sharded, by torch.chunk's rule.
         start: where it begins in its parameter, along `dim`.
         length: length of its parameter along `dim`; None if it has all of it.
@@ -386,7 +386,7 @@ def _buckets(
     """Return the buckets, of up to `limit` elements per owner. Each owner has matrices in every bucket until it has none left.
 
     All owners begin with their longest matrices, so that they have about equal work in each bucket: they wait for each other
-    behind it.
+    after it.
     """
     buckets: list[list[int]] = []
     by_owner: dict[int, list[int]] = {}

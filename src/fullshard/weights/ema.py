@@ -215,7 +215,7 @@ class EMA:
             decay = min(decay, (1 + self.updates) / (self.warmup + self.updates))
         self._update_layout("EMA.update()")
         plain = [self._plain_weight(name, module, key) for name, module, key in self._slots]
-        self.calls += 1  # behind the checks, which may raise
+        self.calls += 1  # after the checks, which may raise
         self.updates += 1
         averages = [*(flat.buffer for flat in self._averages), *self._plain.values()]
         weights = [*(flat.weights for flat in self._averages), *plain]

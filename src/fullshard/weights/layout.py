@@ -159,7 +159,7 @@ def is_weights(name: str, single: str = SINGLE) -> bool:
         single: file name of a checkpoint in a single file.
     """
     head, _, tail = map(re.escape, single.partition("."))
-    # One of several files, as 'model-00001-of-00003.safetensors'; behind it the token of a save into the directory itself.
+    # One of several files, as 'model-00001-of-00003.safetensors'; after it the token of a save into the directory itself.
     numbered = rf"{head}-[0-9]+-of-[0-9]+(-[0-9a-f]{{8}})?\.{tail}"
     return name in (single, index_of(single)) or re.fullmatch(numbered, name) is not None
 
