@@ -80,7 +80,6 @@ NOT_THERE = {  # tests, or cases of them
     "muon_plain_matrices_step_behind_sharded_ones": "ranks that part end as gloo ends",
     "optimizers_an_option_that_one_rank_changes_in_place_is_told": "options in its memory are not read",
     "save_weights_conjugated_and_negated_views_are_saved_as_they_are_read": "has a mesh of the CPU in mind",
-    "save_weights_weights_of_a_mesh_whose_ranks_do_not_ascend_are_refused": "has a mesh of the CPU in mind",
     "sync_buffers_of_any_dtype_and_with_two_names_are_shared": "asks for gloo's collectives, which are the CPU's",
     "whole_matrices_the_peak_of_a_call_is_that_of_the_plan": "watches the memory of the CPU",
     "whole_matrices_states_of_owners_load_on_other_ranks": "has a mesh of the CPU in mind",

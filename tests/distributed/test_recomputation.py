@@ -163,4 +163,4 @@ def test_a_recomputation_that_ends_early_is_not_told_as_a_failure(world: World) 
         fully_shard(module, mesh=world.mesh)
     logs = sharded._fullshard_unit.runtime.communicator.logs()
     square(sharded(world.mine(batch(0)))).backward()
-    assert told == [None]
+    assert told and not any(told)

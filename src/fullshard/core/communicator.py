@@ -161,6 +161,10 @@ class Communicator:
         self.watchdog: Watchdog | None = None
         self.wait_state: WaitState | None = None
         self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = lanes(device), lanes(device), lanes(device)
+        if not callable(getattr(self.all_gather_stream, "run", None)):
+            raise ValueError(
+                f"Expected CommPolicy.lanes to return a Lane, with the method run(), got {self.all_gather_stream!r}."
+            )
         self.copy_in_stream: Lane | None = None
         kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
         self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None

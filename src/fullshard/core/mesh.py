@@ -25,7 +25,7 @@ class DataParallelMeshDims:
         replicate: axes to also average gradients over (hybrid sharding, or plain data parallelism without `shard`).
 
     Raises:
-        ValueError: if both options are None or empty.
+        ValueError: if both options are None or empty, or one is no name.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("rep", "dp", "tp"))    # doctest: +SKIP
@@ -38,6 +38,11 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for key in ("shard", "replicate"):
+            value = getattr(self, key)
+            listed = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
+            if not all(isinstance(name, str) for name in listed):
+                raise ValueError(f"{key}= of DataParallelMeshDims must be a name, a tuple of names or None, got {value!r}.")
         if not (self.shard_names or self.replicate_names):
             given = "None for both" if self.shard is self.replicate is None else f"{self.shard!r} and {self.replicate!r}"
             raise ValueError(f"Expected at least one axis in shard= or replicate= of DataParallelMeshDims, got {given}.")

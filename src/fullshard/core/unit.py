@@ -636,6 +636,8 @@ class Unit:
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
+        if changes.get("separate_reduce") or changes.get("subgroup_size") is not None:
+            self.barrier(doing=doing)  # before a process group is created, which ranks that miss would wait for in vain
         # Raises for options that are illegal, and creates process groups, before anything changes.
         self.runtime.communicator.collectives.of_axis(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)
@@ -694,11 +696,13 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             for shared, members in group_parameters(self.parameters, values, dtypes):
                 parameters = [self.parameters[i] for i in members]
-                subject = f"{self.global_id}.{len(groups)} {[(p.name, tuple(p.shape)) for p in parameters]} {shared}"
                 axis = parameters[0].sharding.axis
                 collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
                 # From the backends; infinite for custom collectives that work in memory of their own, where all is packed.
                 direct_min_bytes = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
+                storage = self._storage(direct_min_bytes)
+                members_text = [(p.name, tuple(p.shape), p.sharding.dim) for p in parameters]
+                subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct}"
                 log = self.runtime.communicator.log_of(axis)
                 log.allow_message_size(_MAX_ITEMSIZE * sum(parameter.shape.numel() for parameter in parameters))
                 groups.append(
@@ -707,7 +711,7 @@ class Unit:
                         [values[i] for i in members],
                         dtypes=shared,
                         collectives=collectives,
-                        storage=self._storage(direct_min_bytes),
+                        storage=storage,
                         fingerprints=GroupFingerprints(log, self.unit_name, subject),
                         unwritten=unwritten,
                     )

@@ -240,8 +240,15 @@ def recovered(unit: Unit) -> Unit:
     return unit
 
 
+def check_module(module: object) -> None:
+    """Raise ValueError unless `module`, an argument of a public call, is a module."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"Expected an nn.Module, got {type(module).__name__}. Pass the model or a module of it.")
+
+
 def require_unit(module: nn.Module) -> Unit:
     """Return the unit of `module`, for a public call. Raise StateError if there is none."""
+    check_module(module)
     unit = unit_of(module)
     if unit is None:
         raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
@@ -252,6 +259,7 @@ def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     """Return the units at and below `module`, each once, for a public call; without `recurse` only the unit of `module`."""
     if not recurse:
         return [require_unit(module)]
+    check_module(module)
     # By identity: a number is unique in one runtime only.
     units = dict.fromkeys(unit for inner in module.modules() if (unit := unit_of(inner)) is not None)
     return [recovered(unit) for unit in units]
@@ -271,6 +279,7 @@ __all__ = [
     "ForwardStart",
     "UnitModules",
     "attach_unit",
+    "check_module",
     "detach_unit",
     "own_modules",
     "recovered",

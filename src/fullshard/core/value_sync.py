@@ -72,16 +72,20 @@ def find_unequal_values(named: Sequence[tuple[str, Tensor]], agreement: Agreemen
     return f"{named[index][0]} differs between rank {first} and {listed(other)}"
 
 
-def find_unequal_parameters(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
-    """Return a text that lists the parameters of each rank if they differ between ranks, None if they do not.
+def find_unequal_arguments(named: Sequence[tuple[str, Tensor]], options: str, agreement: Agreement) -> str | None:
+    """Return an error text with the options or parameters of each rank if they differ between ranks, None if they do not.
 
     Collective. All ranks return the same text.
     """
     text = "; ".join(f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named)
-    if agreement.all_equal(text.encode()):
+    if agreement.all_equal(f"{options}; {text}".encode()):
         return None
-    found = agreement.gather_bytes(f"rank {dist.get_rank()} has {len(named)}: {text}".encode(), at_most=256)
-    return ". ".join(content.decode(errors="ignore").strip() for content in found.values())
+    what, mine, remedy = "parameters", f"{len(named)}: {text}", "Build the same model on all ranks."
+    if not agreement.all_equal(options.encode()):
+        what, mine, remedy = "options", options, "Pass the same options on all ranks."
+    found = agreement.gather_bytes(f"rank {dist.get_rank()} has {mine}".encode(), at_most=256)
+    listing = ". ".join(content.decode(errors="ignore").strip() for content in found.values())
+    return f"The ranks call fully_shard for different {what}: {listing}. {remedy}"
 
 
 def broadcast(tensors: Sequence[Tensor], agreement: Agreement) -> None:
@@ -101,4 +105,4 @@ def find_partly_on_meta(named: Sequence[tuple[str, Tensor]], agreement: Agreemen
     return None if index is None else named[index][0]
 
 
-__all__ = ["BUFFERS", "SYNCS", "broadcast", "digest", "find_partly_on_meta", "find_unequal_parameters", "find_unequal_values"]
+__all__ = ["BUFFERS", "SYNCS", "broadcast", "digest", "find_partly_on_meta", "find_unequal_arguments", "find_unequal_values"]

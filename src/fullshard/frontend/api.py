@@ -34,7 +34,7 @@ from fullshard.core.value_sync import (
     SYNCS,
     broadcast,
     find_partly_on_meta,
-    find_unequal_parameters,
+    find_unequal_arguments,
     find_unequal_values,
 )
 from fullshard.errors import warn_once
@@ -195,7 +195,7 @@ def _shard(
     communicator = Runtime.of(axis.device, options.comm).communicator
     for each in (axis, *(how.axis for how in found.shardings)):
         communicator.log_of(each).forget_writes()  # to an earlier model: ranks that failed may have missed some
-    _check_or_sync_values(found, _agreement(modules, arguments), options.sync)
+    _check_or_sync_values(found, _agreement(modules, arguments), options)
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
@@ -374,19 +374,22 @@ def _agreement(modules: list[nn.Module], arguments: _ResolvedArguments) -> Agree
     return Agreement(runtime.communicator, [arguments.axis], UnitName(type(modules[0]).__name__), "fully_shard()", classes)
 
 
-def _check_or_sync_values(found: _Inspection, agreement: Agreement, how: str) -> None:
-    """Compare the parameters of all ranks, then compare or broadcast their values as `how` requires. Collective.
+def _check_or_sync_values(found: _Inspection, agreement: Agreement, options: UnitOptions) -> None:
+    """Compare the parameters of all ranks, then compare or broadcast their values as `options.sync` requires. Collective.
 
     Raises ValueError on every rank if the ranks have different parameters, or different values where these are checked.
     """
+    how = options.sync
     named: list[tuple[str, torch.Tensor]] = []
-    for ref, keeps in zip(found.refs, found.keep_dtype):
+    for ref, keeps, sharding in zip(found.refs, found.keep_dtype, found.shardings):
         explicit, grad_dtype = _torch.grad_dtype_of(ref.parameter)
         name = f"'{ref.name}'{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
-        named.append((name, ref.parameter))
-    wrong = find_unequal_parameters(named, agreement)
+        named.append((name if sharding.dim == 0 else f"{name} sharded along dim {sharding.dim}", ref.parameter))
+    # Those that decide which collectives this call and later ones start; each all-gather compares other options.
+    compared = f"sync={how!r}, buffers={options.buffers!r}, reshard_after_forward={options.subgroup_size}"
+    wrong = find_unequal_arguments(named, compared, agreement)
     if wrong is not None:
-        raise ValueError(f"The ranks call fully_shard for different parameters: {wrong}. Build the same model on all ranks.")
+        raise ValueError(wrong)
     if how == "off" or not (found.refs or found.managed.buffers):
         return
     (axis,) = agreement.axes

@@ -72,6 +72,8 @@ def grad(
     _check_no_use_of_shards([outputs] if isinstance(outputs, Tensor) else outputs, logical_parameters(listed))
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
+    unsharded = [one for parameter in logical_parameters(listed) if (one := parameter.unsharded) is not None]
+    before_unsharded = [one.grad for one in unsharded]
     units = [unit for parameter in logical_parameters(listed) if (unit := owner_of(parameter)) is not None]
     runtimes = dict.fromkeys(unit.runtime for unit in units)
     every = [parameter.sharded for runtime in runtimes for unit in runtime.all_units() for parameter in unit.parameters]
@@ -82,7 +84,15 @@ def grad(
         with _torch.without_post_grad_hooks(listed):  # as for torch.autograd.grad: nothing is accumulated
             torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=leaves)  # type: ignore[arg-type]
         found = [tensor.grad for tensor in listed]
+        for parameter, had in zip(logical_parameters(listed), before_unsharded):
+            if parameter.unsharded is not None and parameter.unsharded.grad is not had:
+                raise StateError(
+                    f"grad(): the outputs use parameter '{parameter.name}' outside of a forward, as it is while the unit is "
+                    "unsharded by hand, and nothing reduces that gradient. Compute with the tensors of fullshard.gathered()."
+                )
     finally:
+        for one, had in zip(unsharded, before_unsharded):
+            one.grad = had
         for tensor in without:  # without a heartbeat, unused parameters of a unit have got zeros
             tensor.grad = None
         for tensor, had in zip(listed, before):

@@ -50,11 +50,15 @@ class UnshardHandle:
         """Make the current stream wait for the all-gather, and register the unsharded parameters. Later calls do nothing.
 
         Raises:
-            StateError: if the process group was destroyed, or the ranks unshard different units.
+            StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
         """
-        if self._unit is not None:
-            recovered(self._unit).ensure_unsharded()
-            self._unit = None
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            if not unit.runtime.scheduler.knows(unit.number):
+                raise StateError(
+                    f"Unit '{unit.name}' was undone before wait() of its unshard(). Unshard it again, or drop wait()."
+                )
+            recovered(unit).ensure_unsharded()
 
 
 class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[misc]
@@ -423,6 +427,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
         for unit in units_of(self, _check_bool("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
+            unit.log_write(f"set_gradient_divide_factor({factor})")  # so that ranks with other factors raise
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether gradients of this unit are reduced with the op SUM and scaled afterwards, also where a backend has AVG.
@@ -845,8 +850,11 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
     for unit in units_of(module, True):
         if unit.runtime.reducer.is_undelivered(unit):
             unit.runtime.reducer.discard(unit)
-        for parameter in unit.parameters if unit.shows_full else ():
-            discard_gradient(parameter, set_to_none=set_to_none)
+        for parameter in unit.parameters:
+            if unit.shows_full:
+                discard_gradient(parameter, set_to_none=set_to_none)
+            elif parameter.unsharded is not None:
+                parameter.unsharded.grad = None  # of a backward while the caller had unsharded it by hand
         for group in unit.groups:  # torch's zero_grad reaches registered parameters
             if group.grads.has_local:
                 group.grads.discard()
@@ -991,8 +999,8 @@ def undo(module: M) -> M:
         `module`, with the class it had before `fully_shard`.
 
     Raises:
-        StateError: inside a forward or backward, or while gradients are accumulated on each rank only. Nothing has changed
-            then.
+        StateError: inside a forward, backward or resident(), or while gradients are accumulated on each rank only. Nothing has
+            changed then.
 
     Example:
         >>> torch.save(undo(model).state_dict(), "weights.pt")                                # doctest: +SKIP

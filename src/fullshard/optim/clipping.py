@@ -119,13 +119,16 @@ class _Gradients:
                 self.parts.append((_norm_groups(tensor.grad), to_local(tensor.grad)))
 
 
-def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], units: Any, *, maximum: bool) -> None:
-    """All-reduce `part` over `groups`: through the communicator of a unit with these groups, if any, so that it is logged."""
+def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], units: Any, call: str, *, maximum: bool) -> None:
+    """All-reduce `part` over `groups`: through the communicator of a unit with these groups, if any, so that it is logged.
+
+    `call`: the name of the call with those arguments that must be equal on all ranks.
+    """
     unit: Unit | None = units.get(groups)
     if unit is not None:
         communicator = unit.runtime.communicator
         fingerprints = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
-        return communicator.all_reduce(unit.axis, fingerprints, "clip_grad_norm_()", part, maximum=maximum)
+        return communicator.all_reduce(unit.axis, fingerprints, call, part, maximum=maximum)
     for group in groups:
         dist.all_reduce(part, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
 
@@ -151,7 +154,8 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: with `error_if_nonfinite=True`, if the norm is not finite; no gradient has changed then.
         StateError: if a gradient is accumulated on each rank only (`accumulate()`); the error names the parameter.
-        ValueError: for a `norm_type` that is not above 0, or a DTensor gradient with a `Partial` placement.
+        ValueError: for a `norm_type` that is not above 0, a `max_norm` that is negative or NaN, or a DTensor gradient with a
+            `Partial` placement.
 
     Example:
         >>> norm = clip_grad_norm_(model.parameters(), max_norm=1.0)                          # doctest: +SKIP
@@ -177,7 +181,10 @@ def clip_grad_norm_(
     power = float(norm_type)
     if not power > 0:
         raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}.")
-    total = _total_norm(grads.parts, power, grads.units)
+    if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device
+        raise ValueError(f"clip_grad_norm_ takes a max_norm >= 0, got {max_norm!r}.")
+    limit = max_norm if isinstance(max_norm, (int, float)) else "a tensor"
+    total = _total_norm(grads.parts, power, grads.units, f"clip_grad_norm_({limit}, {power}) of {len(sharded)} parameters")
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"The gradients cannot be clipped to {max_norm}: their norm over all ranks is {total.item()}.")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -196,13 +203,16 @@ def _check_not_partial(caller: str, tensor: Tensor) -> None:
         )
 
 
-def _total_norm(parts: Sequence[tuple[NormGroups, Tensor]], power: float, units: Any, *, singly: bool = False) -> Tensor:
+def _total_norm(
+    parts: Sequence[tuple[NormGroups, Tensor]], power: float, units: Any, call: str, *, singly: bool = False
+) -> Tensor:
     """Return the norm of `parts` over all ranks, each element counted once, on the device of the first part.
 
     Args:
         parts: local gradient tensors, each with its norm groups.
         power: the p of the p-norm.
         units: as in `_Gradients`.
+        call: as in `_reduce`.
         singly: True computes one norm after the other, without foreach operations.
     """
     by_groups: dict[NormGroups, list[Tensor]] = {}
@@ -222,7 +232,7 @@ def _total_norm(parts: Sequence[tuple[NormGroups, Tensor]], power: float, units:
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         # The all-reduce needs a tensor on the device type of the process group's backend.
         part = part.to(device if device_type is None or device_type == device.type else device_type)
-        _reduce(part, groups, units, maximum=power == torch.inf)
+        _reduce(part, groups, units, call, maximum=power == torch.inf)
         sums.append(part.to(device))
     return torch.stack(sums).max() if power == torch.inf else torch.stack(sums).sum().pow(1.0 / power)
 
@@ -267,7 +277,8 @@ def _torch_total_norm(
         )
     for tensor in listed:
         _check_not_partial("torch.nn.utils.get_total_norm", tensor)
-    total = _total_norm([(_norm_groups(tensor), to_local(tensor)) for tensor in listed], power, {}, singly=foreach is False)
+    parts = [(_norm_groups(tensor), to_local(tensor)) for tensor in listed]
+    total = _total_norm(parts, power, {}, "get_total_norm()", singly=foreach is False)
     original([total], 1.0, error_if_nonfinite, False)  # raises torch's own error if the norm is not finite
     return total
 

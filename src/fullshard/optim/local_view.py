@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import is_
@@ -17,6 +18,7 @@ from fullshard.core import ShardedParameter, logical_parameters
 from fullshard.errors import StateError
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
+from fullshard.optim.muon import is_muon
 from fullshard.optim.step_wrapper import wrap_step
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
@@ -44,7 +46,8 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
         The same `optimizer`.
 
     Raises:
-        ValueError: if it is not an optimizer, or its `step` was replaced.
+        ValueError: if it is not an optimizer, is one of torch that is not element-wise (Muon, Adafactor, LBFGS), or its `step`
+            was replaced.
 
     Example:
         >>> optimizer = fullshard.local_view(Lion(model.parameters(), lr=1e-4))               # doctest: +SKIP
@@ -56,6 +59,10 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
         )
     if _VIEW in optimizer.__dict__ or is_element_wise(optimizer):
         return optimizer
+    if inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim"):
+        name = type(optimizer).__name__
+        remedy = "It needs no view" if is_muon(optimizer) else "Call fullshard.whole_view(), unless it combines parameters"
+        raise ValueError(f"{name} is not element-wise: each rank would compute with its own rows only. {remedy}.")
     view = _LocalView()
     wrap_step(optimizer, view.step, caller="local_view")
     optimizer.__dict__[_VIEW] = view

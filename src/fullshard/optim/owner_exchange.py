@@ -94,11 +94,11 @@ class OwnerExchange:
         self.is_on_one_rank = all(one.ranks * one.replica_count == 1 for one in axes)
         self._agrees = not (is_inner or self.is_on_one_rank)
         self._agreement = Agreement(communicator, axes, unit.unit_name, doing, f"{unit.global_id} {doing}")
-        content = plan.digest if blocks is None else f"{plan.digest} {blocks.matrices}"
+        content = f"{plan.digest} {dtype} {batched} {() if blocks is None else blocks.matrices}"
         if self._agrees and not self._agreement.all_equal(content.encode()):
             raise ValueError(
-                f"{doing}: the ranks have different matrices, or give them different costs. Pass the same parameters on all "
-                "ranks, and run the same backward on all of them, so that the same parameters have gradients."
+                f"{doing}: the ranks have different matrices, or give them different costs. Pass the same parameters and "
+                "options on all ranks, and run the same backward on all of them, so that the same parameters have gradients."
             )
         self._inner: list[OwnerExchange] | None = None  # of each bucket
         if blocks is not None:

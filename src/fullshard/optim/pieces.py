@@ -27,7 +27,7 @@ class Pieces:
         >>> fused_qkv, experts = Pieces((4096, 1024, 1024)), Pieces(8)
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: for a number below 1, or a dim that is no int.
     """
 
     sizes: int | tuple[int, ...]
@@ -37,6 +37,8 @@ class Pieces:
         listed = tuple(self.sizes) if isinstance(self.sizes, (list, tuple)) else (self.sizes,)
         if not listed or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in listed):
             raise ValueError(f"Pieces.sizes must be a number or sizes of pieces, each at least 1, got {self.sizes!r}.")
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
+            raise ValueError(f"Pieces.dim must be an int, got {self.dim!r}.")
         if not isinstance(self.sizes, int):
             object.__setattr__(self, "sizes", listed)
 

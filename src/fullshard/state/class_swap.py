@@ -204,13 +204,15 @@ def with_original_classes(units: Iterable[Unit], unwrap_class: ClassMap) -> Iter
 def undo(root: nn.Module, unwrap_class: ClassMap) -> None:
     """Remove all units at and below `root`, in place, and leave plain modules with unsharded parameters. Collective.
 
-    Raises StateError inside a forward or backward, or while gradients are accumulated on each rank only. Nothing has changed
-    then.
+    Raises StateError inside a forward, backward or resident(), or while gradients are accumulated on each rank only. Nothing
+    has changed then.
     """
     units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
     for unit in units:
         unit.check_idle(doing="undo()")
         unit.check_delivered(doing="undo()")
+        if unit.record.resident_blocks:
+            raise StateError(f"undo() was called inside resident() of unit '{unit.name}'. Call it after the block.")
         if any(parameter.local_grad is not None for parameter in unit.parameters):
             raise StateError(
                 f"undo() was called while gradients of unit '{unit.name}' are accumulated on each rank only. Run the last "
@@ -223,7 +225,8 @@ def undo(root: nn.Module, unwrap_class: ClassMap) -> None:
         agreement = unit.agreement("undo()")
         unit.reshard(doing="undo()")
         unit.refresh()
-        for parameter in unit.parameters:
-            unshard_permanently(parameter, agreement)
+        with torch.inference_mode(False):  # or the parameters could not be trained
+            for parameter in unit.parameters:
+                unshard_permanently(parameter, agreement)
     for unit in units:
         remove_unit(unit, unwrap_class)

@@ -70,9 +70,9 @@ def full_params(
     for unit in units:
         unit.reshard(doing="full_params()")
         unit.refresh()
-    # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
-    for unit in units[:1]:
-        unit.barrier(doing="full_params()")
+    # No rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
+    for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
+        _check_equal_options(unit, units, (write, rank0_only, grads, dtype))
     installed: list[_Installed] = []
     before = [_shard_state(unit, grads=grads) for unit in units]
     has_begun, raised = False, False
@@ -103,6 +103,21 @@ def full_params(
                     warnings.warn(wrong, stacklevel=3)
                 else:
                     raise StateError(wrong)
+
+
+def _check_equal_options(unit: Unit, units: Sequence[Unit], options: tuple[object, ...]) -> None:
+    """Raise ValueError on all ranks of a unit's axis if they have other options, or gradients of other parameters. Collective.
+
+    Each rank would send something else: one its gradient, another one the next parameter.
+    """
+    grads = options[2]
+    mine = [parameter for other in units if other.axis.key == unit.axis.key for parameter in other.parameters]
+    has_grad = [grads and parameter.sharded.grad is not None for parameter in mine]
+    if not unit.agreement("full_params()").all_equal(repr((options, has_grad)).encode()):
+        raise ValueError(
+            "full_params(): write, rank0_only, grads or dtype differs between ranks or, with grads=True, the ranks have "
+            "gradients of different parameters. Pass the same on all ranks, and set the same gradients to None."
+        )
 
 
 @dataclass(frozen=True, slots=True)

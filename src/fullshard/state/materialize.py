@@ -50,6 +50,7 @@ def materialize(
         `model`.
 
     Raises:
+        ValueError: on all ranks, if they pass different seeds.
         StateError: if a module has no `reset_parameters` and there is no `init`, or if `init` left a parameter or buffer
             without values. The error names the module, parameter or buffer.
 
@@ -66,8 +67,14 @@ def materialize(
     for unit in units:
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device
+    agreement, others = units[0].agreement("materialize()"), _other_axes(units)
+    for one in (agreement, *map(agreement.on_axis, others)):
+        if not one.all_equal(repr(seed).encode()):
+            raise ValueError(
+                f"materialize(): seed differs between ranks, got {seed!r} on this one. Pass the same on all ranks."
+            )
     if seed is None:
-        seed = common_seed(units[0].agreement("materialize()"), _other_axes(units))
+        seed = common_seed(agreement, others)
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}

@@ -108,6 +108,8 @@ def _receives(to: To) -> bool:
     """Return True if this rank receives the tensors."""
     if to == "all":
         return True
+    if to is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group() returns on ranks outside of the group
+        return False
     if isinstance(to, int) and not isinstance(to, bool):
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if not 0 <= to < ranks:

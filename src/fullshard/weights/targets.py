@@ -184,14 +184,6 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
     """Return the mesh with all ranks of the model, or None if no unit has parameters."""
     every = [p.sharding for unit in units for p in unit.parameters]
-    # Shards are cut in the order of a process group, which torch sorts, and boxes in the order of the mesh. (The second hop of
-    # two is no process group of its own.)
-    for mesh, dim in dict.fromkeys((one.mesh, one.shard_mesh_axis) for one in every if one.axis.hybrid is None):
-        if dim is not None and not bool((mesh.mesh.diff(dim=dim) > 0).all()):
-            raise StateError(
-                f"Expected a mesh with ranks in ascending order along its shard dim, got {mesh.mesh.tolist()}. Load and save "
-                "its weights by torch.distributed.checkpoint, or shard over another mesh."
-            )
     meshes = dict.fromkeys(one.mesh for one in every)
     most = max(meshes, key=lambda mesh: mesh.size(), default=None)
     for mesh in meshes:
