@@ -463,7 +463,7 @@ class Unit:
         if not fits and (_torch.current_graph_task() != -1 or self.runtime.scheduler.awaits_backward(self.number)):
             raise StateError(
                 f"The parameters of unit '{self.name}' changed dtype, device or grad_dtype between its forward and its "
-                "backward. Finish the step first."
+                "backward. Change them back, and run the backward first or delete the outputs of the forward."
             )
         if not fits:
             self.check_delivered(doing="a change of dtype, device or grad_dtype")

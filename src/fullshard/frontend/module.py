@@ -802,8 +802,14 @@ def accumulate(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     """Copy the shards back into the flat shards after `_apply(fn)` of a module of `unit`, which replaces or writes them."""
-    for below in units_of(module, True):
-        if below.runtime.reducer.is_undelivered(below) and below.changes(fn):
+    for below in units_of(module, True):  # all of them, before the first one changes
+        awaits_backward = below.runtime.scheduler.awaits_backward(below.number)
+        if (awaits_backward or below.runtime.reducer.is_undelivered(below)) and below.changes(fn):
+            if awaits_backward:
+                raise StateError(
+                    f"Unit '{below.name}' cannot change dtype or device between its forward and its backward. Run the backward "
+                    "first, or delete the outputs of the forward, such as the loss."
+                )
             below.check_delivered(doing="a change of dtype or device")
     unit.ensure_sharded(doing="moving or casting")
     fresh = tensors_on_meta(unit) if _torch.allocates(fn) else None

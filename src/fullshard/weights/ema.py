@@ -315,6 +315,8 @@ class EMA:
             raise ValueError(
                 f"The state has no {missing[0]!r}: expected the result of EMA.state_dict(), got {_describe(state)}."
             )
+        for key in ("calls", "updates"):
+            check_int(f"{key} of the state", state[key], least=0)
         values, averages = self.values(), state["averages"]
         wrong = [name for name, value in averages.items() if not isinstance(value, Tensor)]
         if wrong:

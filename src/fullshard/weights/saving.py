@@ -176,16 +176,22 @@ def save_weights(
         >>> save_weights(model, "checkpoint", extra={"config.json": config.to_json_string()})  # doctest: +SKIP
     """
     began = time.perf_counter()
-    check_progress(progress)
-    _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
-    if keep is not None and step is None:
-        raise ValueError(f"keep={keep!r} needs step=. Pass step= as well.")
-    if not isinstance(filename, str) or os.path.basename(filename) != filename or not filename.endswith(".safetensors"):
-        raise ValueError(
-            f"filename must be a name that ends in .safetensors, such as 'adapter_model.safetensors', got {filename!r}."
-        )
-    steps = None if step is None else Steps(directory, step, keep)
+
+    def checked_steps() -> Steps | None:
+        check_progress(progress)
+        _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
+        if weights is not None and not isinstance(weights, EMA):
+            raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
+        if keep is not None and step is None:
+            raise ValueError(f"keep={keep!r} needs step=. Pass step= as well.")
+        if not isinstance(filename, str) or os.path.basename(filename) != filename or not filename.endswith(".safetensors"):
+            raise ValueError(
+                f"filename must be a name that ends in .safetensors, such as 'adapter_model.safetensors', got {filename!r}."
+            )
+        return None if step is None else Steps(directory, step, keep)
+
     tensors = tensors_of(model, prepare=reshard_for("save_weights()"))
+    steps = tensors.agreement("save_weights()").run(checked_steps)
     if weights is not None:
         tensors = with_values(tensors, weights.values())
     tensors = from_first_rank(tensors)
@@ -193,11 +199,11 @@ def save_weights(
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
-    options = repr((buffer_bytes, weights is not None, each_rank is not None, background)).encode()
+    options = repr((buffer_bytes, weights is not None, each_rank is not None, background, step, keep)).encode()
     if not group.all_equal(_fingerprint(layout, outputs) + options):
         raise ValueError(
-            "One of key_map, dtype, max_shard_bytes, filename, buffer_bytes, weights, each_rank and background differs between "
-            "ranks. Pass the same on all ranks."
+            "One of key_map, dtype, max_shard_bytes, filename, buffer_bytes, weights, each_rank, background, step and keep "
+            "differs between ranks. Pass the same on all ranks."
         )
     limit = max(1, buffer_bytes // 4)
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
@@ -211,6 +217,7 @@ def save_weights(
     store_group = group.run(connect) if background else None
     try:
         group.run(save.prepare)
+        group.run(save.check_shared)
         save.run(plan)
         group.run(lambda: save.add_extra(extra))
         if each_rank is not None:
@@ -251,6 +258,8 @@ def _outputs(
             raise ValueError(
                 f"save_weights() does not support Convert, got one for '{name}'. Save first, then convert the files."
             )
+    if tensors.entries and not mapped:
+        raise ValueError("key_map leaves no tensor to save: its rules drop all names, or its function returned None for all.")
     named = [(name, _dtype_of(one.dtype, dtype), one.shape) for name, one in mapped.items()]
     parameters = sum(entry.target.nbytes // entry.target.dtype.itemsize for entry in tensors.entries if entry.is_parameter)
     file_groups = {name: one.file_group for name, one in mapped.items() if one.file_group is not None}
@@ -318,6 +327,14 @@ class _Save:
             if self._steps is not None:
                 self._steps.check()
             self.replacement.prepare(self._layout)
+
+    def check_shared(self) -> None:
+        """Raise ValueError if this rank does not see the directory that the first rank has made."""
+        if not self.replacement.path.is_dir():
+            raise ValueError(
+                f"save_weights(): this rank does not see what the first rank writes, {self.replacement.path}. Pass the same "
+                "directory on all ranks, on a file system that they share."
+            )
 
     @torch.no_grad()
     def run(self, plan: SavePlan) -> None:
