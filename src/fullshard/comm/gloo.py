@@ -160,6 +160,7 @@ class P2PChannel:
         self._under_way: set[Messages] = set()  # started and not waited for
         self._dummy_works: list[dist.Work] = []  # works of the dummy messages of `drain_peer`, kept alive
         self._dummy_tags: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
+        self._abandoned: list[Messages | dist.Work] = []  # of the last step that failed; see `forget_answers`
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
@@ -237,14 +238,20 @@ class P2PChannel:
 
     def release(self) -> None:
         """Drop everything that keeps the destroyed process group's connections open."""
-        for messages in list(self._under_way):
-            messages.drop()
         self.forget_answers()
+        for one in self._abandoned:
+            if isinstance(one, Messages):
+                one.drop()
+        self._abandoned = []
 
     def forget_answers(self) -> None:
-        """Forget the dummy messages of `drain_peer`, after all ranks received them."""
-        self._dummy_works.clear()
-        self._under_way.clear()
+        """Forget the messages of a step that failed, and the dummy messages of `drain_peer`, which all ranks have started.
+
+        Their buffers are kept until the next step fails. Nobody waited for them, so some may not have arrived yet, and gloo
+        stops reading from a peer whose message has no buffer: all later messages of this peer would never arrive.
+        """
+        self._abandoned = [*self._under_way, *self._dummy_works]
+        self._under_way, self._dummy_works = set(), []
         self._dummy_tags.clear()
         self.posted.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,7 +26,8 @@ from fullshard.core.unit import Unit, forget_writes
 from fullshard.core.unit_modules import recovered
 from fullshard.errors import StateError
 
-_DEPTH = 16  # maximum depth of the search in nested outputs
+_DEPTH = 100  # maximum depth of nested containers
+_ATTRIBUTES = 16  # maximum depth of the search in attributes of plain objects
 _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
 
 
@@ -63,7 +65,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH)
     return value
 
 
-def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = _ATTRIBUTES, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors in nested containers, mappings, dataclasses and attributes of plain objects. Visit each object once."""
     if isinstance(value, Tensor):
         yield value
@@ -76,15 +78,16 @@ def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) ->
     seen.add(id(value))
     if isinstance(value, Mapping):
         children: Any = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         children = value
     else:
+        depth -= 1
         children = list(getattr(value, "__dict__", {}).values())
         for cls in type(value).__mro__:
             slots = cls.__dict__.get("__slots__", ())
             children += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
     for child in children:
-        yield from tensors_in(child, depth - 1, seen)
+        yield from tensors_in(child, depth, seen)
 
 
 class ForwardHooks:
@@ -94,19 +97,23 @@ class ForwardHooks:
         self._unit, self._recovery = unit, unit.runtime.recovery
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """Unshard the parameters and cast the inputs before forward."""
+        """Unshard the parameters before forward, move the inputs of the outermost unit to the device, and cast inputs."""
+        unit = self._unit
         try:
-            checks = self._unit.checks
-            if checks.lint or (checks.strays and torch.is_grad_enabled()):
-                lint.check_before_forward(self._unit, module)
-            self._unit.pre_forward(module)
+            if unit.checks.lint or (unit.checks.strays and torch.is_grad_enabled()):
+                lint.check_before_forward(unit, module)
+            unit.pre_forward(module)
         except BaseException as failure:
             self._recovery.note_interrupt(failure)
             raise
-        mp = self._unit.options.mp
-        if mp.param_dtype is None or not mp.cast_forward_inputs:
+        runtime, dtype = unit.runtime, unit.options.mp.param_dtype if unit.options.mp.cast_forward_inputs else None
+        # No unit is outermost in a recomputation, whose inputs may be those of the outermost one.
+        device = runtime.communicator.async_device
+        if device is not None and runtime.scheduler.outermost() in (unit.record.number, None):
+            args, kwargs = move_tensors(args, device), move_tensors(kwargs, device)
+        elif dtype is None:
             return None
-        return cast_floats(args, mp.param_dtype), cast_floats(kwargs, mp.param_dtype)
+        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
@@ -162,6 +169,11 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with all floating-point tensors cast to `dtype`."""
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
+
+
+def move_tensors(value: Any, device: torch.device) -> Any:
+    """Return `value` with all tensors on `device`."""
+    return map_tensors(value, lambda t: t if t.device == device else t.to(device))
 
 
 class StateHooks:
@@ -284,6 +296,7 @@ __all__ = [
     "hook_outputs",
     "install_hooks",
     "map_tensors",
+    "move_tensors",
     "remove_hooks",
     "remove_hooks_from_copies",
     "tensors_in",
