@@ -1,4 +1,4 @@
-"""StateError and InternalError, a common check, printable texts, and warnings that are issued once."""
+"""StateError and InternalError, common checks, printable texts, and warnings that are issued once."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def check_int(name: str, value: object, *, least: int = 1, otherwise: str = "") 
     return value
 
 
+def check_bool(name: str, value: object) -> bool:
+    """Return `value`, or raise ValueError unless it is a bool; "no", None and 1 are none. `name`: name of the parameter."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
 def printable(text: str) -> str:
     """Return the text with unprintable characters and lone surrogates escaped.
 
@@ -51,4 +58,4 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str 
         warnings.warn(text, category, stacklevel=2)
 
 
-__all__ = ["InternalError", "StateError", "check_int", "printable", "warn_once"]
+__all__ = ["InternalError", "StateError", "check_bool", "check_int", "printable", "warn_once"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard import _torch
-from fullshard.errors import check_int
+from fullshard.errors import check_bool, check_int
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -266,7 +266,7 @@ class MixedPrecisionPolicy:
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True, metadata=_ONLY_HERE)
 
     def __post_init__(self) -> None:
-        _check_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        check_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
             raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}.")
@@ -430,7 +430,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        _check_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
+        check_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
 DIRECT_MIN_BYTES = 256 << 10
@@ -482,16 +482,11 @@ class CommPolicy:
         check_int("CommPolicy.reductions_in_flight", self.reductions_in_flight)
         if self.prefetch_bytes is not None:
             check_int("CommPolicy.prefetch_bytes", self.prefetch_bytes, least=0, otherwise=", or None")
-        _check_bool("CommPolicy.gather_after_step", self.gather_after_step)
+        check_bool("CommPolicy.gather_after_step", self.gather_after_step)
         for name in ("collectives", "lanes"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ValueError(f"CommPolicy.{name} must be callable or None, got {value!r}.")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
 def _is_number(value: Any) -> bool:
@@ -553,7 +548,7 @@ class CheckPolicy:
         if unknown:
             raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}.")
         for name in ("heartbeat", "poison"):
-            _check_bool(f"CheckPolicy.{name}", getattr(self, name))
+            check_bool(f"CheckPolicy.{name}", getattr(self, name))
         check_int("CheckPolicy.every", self.every)
         if not (_is_number(self.patience) and self.patience >= 0):
             raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}.")

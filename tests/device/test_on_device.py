@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +25,12 @@ from harness import ROOMS, World, ranks
 from models import batch, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard, register_fsdp_forward_method
 from fullshard.comm.streams import _DeviceWork
+from fullshard.compat import FullyShardedDataParallel
 from fullshard.core import Message
 from fullshard.core.heartbeat import Heartbeats
 from fullshard.foresight.calibrate import _Bench
@@ -264,6 +267,41 @@ def test_load_weights_leaves_buffers_on_the_device(world: World) -> None:
         assert torch.equal(values(model)[name], value), name
     assert model.offset.tolist() == [0.25] * 3
     check_homes(world, model)
+
+
+class Nested(Stack):
+    """Takes its inputs in containers, and has a method that is registered."""
+
+    def forward(self, inputs: dict[str, Any], *, shift: Tensor) -> Tensor:
+        x, (scale,) = inputs["x"], inputs["more"]
+        return super().forward(x * scale + shift)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+@ranks(1, 2, device="sim")
+def test_inputs_on_the_host_are_moved_to_the_device(world: World, wrapped: bool, checkpointed: bool) -> None:
+    """FSDP2, FSDP1 and DDP move those of the outermost module, and programs count on it. Here the first operator raised."""
+    model = Nested()
+    plain = copy.deepcopy(model)
+    if wrapped:
+        model = FullyShardedDataParallel(model, device_mesh=world.mesh, use_orig_params=True)
+    else:
+        for block in model.blocks:
+            fully_shard(block, mesh=world.mesh)
+        register_fsdp_forward_method(fully_shard(model, mesh=world.mesh), "encode")
+    x = batch(0)
+    inputs, shift = {"x": world.mine(x), "more": [torch.tensor(0.5)]}, torch.full((5,), 0.25)
+    call: Any = partial(checkpoint, model, use_reentrant=False) if checkpointed else model
+    output = call(inputs, shift=shift)
+    assert output.device.type == "sim" and inputs["x"].device.type == "cpu", "the caller's own are as they were"
+    square(output).backward()
+    if not wrapped:
+        assert torch.equal(model.encode(world.mine(x)).cpu(), plain.encode(world.mine(x)))
+    assert torch.equal(output.detach().cpu(), plain(inputs, shift=shift).detach())
 
 
 def train_away(world: World, model: nn.Module, how: str) -> dict[str, Tensor]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import importlib
 import os
+import re
 import resource
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -1671,3 +1674,203 @@ def test_clipping_lets_go_of_destroyed_process_groups(world: World) -> None:
     dist.destroy_process_group(mesh.get_group())
     release()
     assert not len(groups)
+
+
+def clipped(world: World, **options: Any) -> Tensor:
+    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(patience=0.2))
+    square(model(batch(0))).backward()
+    return fullshard.clip_grad_norm_(model.parameters(), **options)
+
+
+def divided(world: World, factor: float) -> None:
+    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(patience=0.2))
+    model.set_gradient_divide_factor(factor)
+    square(model(batch(0))).backward()
+
+
+def shown(world: World, **options: Any) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    square(model(batch(0))).backward()
+    if options.pop("drops", False):
+        model.head.weight.grad = None
+    with fullshard.full_params(model, grads=True, **options):
+        pass
+
+
+def materialized(world: World, seed: int | None) -> None:
+    with torch.device("meta"):
+        model = Stack()
+    fullshard.materialize(shard_stack(model, world.mesh), seed=seed)
+
+
+def run_once(world: World, **options: Any) -> None:
+    model = fully_shard(nn.Linear(64, 64), mesh=world.mesh, check_policy=CheckPolicy(patience=0.2), **options)
+    square(model(torch.ones(2, 64))).backward()
+
+
+def separated(world: World, separate: bool) -> None:
+    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(patience=0.2))
+    if separate:
+        model.set_separate_reduce_scatter_group(True)
+    model(batch(0))
+
+
+DIFFERENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
+    "shard dims": (run_once, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, {}, "'weight' sharded along dim 1"),
+    "sync": (run_once, {"sync": "broadcast"}, {}, "different options: rank 0 has sync='broadcast'"),
+    "buffers": (run_once, {"buffers": "mean"}, {"buffers": "broadcast"}, "different options: .* buffers='mean'"),
+    "messages": (run_once, {"comm_policy": CommPolicy(direct_min_bytes=0)}, {}, "Ranks diverged"),
+    "factors": (divided, {"factor": 1.0}, {"factor": 2.0}, r"set_gradient_divide_factor\(1.0\)"),
+    "norms": (clipped, {"max_norm": 1.0}, {"max_norm": 2.0}, r"clip_grad_norm_\(1.0, 2.0\)"),
+    "powers": (clipped, {"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0}, r"clip_grad_norm_\(1.0, 1.0\)"),
+    "gradients": (shown, {"drops": True}, {}, "the ranks have gradients of different parameters"),
+    "writes": (shown, {"write": False}, {}, "write, rank0_only, grads or dtype differs"),
+    "seeds": (materialized, {"seed": 0}, {"seed": 1}, "seed differs between ranks"),
+    "drawn seeds": (materialized, {"seed": None}, {"seed": 1}, "seed differs between ranks"),
+    "process groups": (separated, {"separate": True}, {"separate": False}, r"set_separate_reduce_scatter_group\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@ranks(2)
+def test_arguments_that_differ_between_ranks_raise_on_all_of_them(world: World, name: str) -> None:
+    """They trained something else, aborted the process, or waited for each other."""
+    work, first, second, text = DIFFERENT[name]
+    with pytest.raises((ValueError, StateError), match=text):
+        work(world, **(second if world.rank else first))
+    fullshard.any_failed(world.mesh, failed=True)
+
+
+MISTAKEN = {
+    "a lane": (lambda m: fully_shard(nn.Linear(2, 2), mesh=m, comm_policy=CommPolicy(lanes=lambda d: None)), "return a Lane"),
+    "lanes": (lambda m: CommPolicy(lanes=3), "CommPolicy.lanes must be callable or None, got 3"),
+    "heartbeat": (lambda m: CheckPolicy(heartbeat="no"), "CheckPolicy.heartbeat must be True or False, got 'no'"),
+    "casts": (lambda m: fullshard.MixedPrecisionPolicy(cast_forward_inputs=2), "cast_forward_inputs must be True or False"),
+    "pins": (lambda m: fullshard.CPUOffloadPolicy(pin_memory="x"), "CPUOffloadPolicy.pin_memory must be True or False"),
+    "pieces": (lambda m: fullshard.Pieces(2, dim="0"), "Pieces.dim must be an int, got '0'"),
+    "dims": (lambda m: fullshard.DataParallelMeshDims(shard=1), "shard= of DataParallelMeshDims must be a name"),
+    "undo": (lambda m: fullshard.undo("model"), "Expected an nn.Module, got str"),
+    "stats": (lambda m: fullshard.stats(3), "Expected an nn.Module, got int"),
+    "a model": (lambda m: fullshard.matrices_of("model"), "matrices_of takes a model, got str"),
+    "a plan": (lambda m: fullshard.plan_model("model"), "Expected a model as nn.Module, got str"),
+    "patterns": (lambda m: fullshard.matrices_of(nn.Linear(2, 2), take=None), "take must be a sequence, as in take=[...], got None"),
+    "placements": (lambda m: fully_shard(nn.Linear(2, 2), mesh=m, shard_placement_fn=1), "shard_placement_fn must be callable or None"),
+    "init": (lambda m: fullshard.materialize(graded(m), init=1), "init must be callable or None, got 1"),
+    "a seed": (lambda m: fullshard.materialize(graded(m), seed="x"), "seed must be an int"),
+    "a split": (lambda m: fullshard.MatrixOwners([graded(m).weight], split=3), "split must be a dict from parameters to their pieces"),
+    "a dtype": (lambda m: fullshard.MatrixOwners([graded(m).weight], dtype=torch.int8), "dtype must be a floating-point torch.dtype"),
+    "a rank": (lambda m: fullshard.plan_owners([("a", torch.empty(4, 4))], ranks=2).peak_nbytes(2), "rank must be below 2, got 2"),
+    "restorable": (lambda m: fullshard.whole_view(torch.optim.Adafactor(graded(m).parameters()), restorable="no"),
+                   "restorable must be True or False, got 'no'"),
+    "write": (lambda m: fullshard.full_params(graded(m), write="no").__enter__(), "write must be True or False, got 'no'"),
+    "averages": (lambda m: fullshard.weights.iter_full(graded(m), weights=1), "weights must be an EMA or None, got int"),
+    "clip": (lambda m: fullshard.clip_grad_norm_(graded(m).parameters(), -1.0), "takes a max_norm >= 0, got -1.0"),
+    "clip to nan": (lambda m: fullshard.clip_grad_norm_(graded(m).parameters(), float("nan")), "takes a max_norm >= 0, got nan"),
+    "Muon": (lambda m: fullshard.local_view(torch.optim.Muon(fully_shard(nn.Linear(2, 2, bias=False), mesh=m).parameters())),
+             "Muon is not element-wise: each rank would compute with its own rows only. It needs no view"),
+    "LBFGS": (lambda m: fullshard.local_view(torch.optim.LBFGS(fully_shard(nn.Linear(2, 2), mesh=m).parameters())),
+              "LBFGS is not element-wise"),
+}  # fmt: skip
+
+
+def graded(mesh: DeviceMesh) -> nn.Module:
+    model = fully_shard(nn.Linear(5, 3), mesh=mesh)
+    square(model(batch(0))).backward()
+    return model
+
+
+@pytest.mark.parametrize("name", MISTAKEN)
+@ranks(1)
+def test_arguments_that_were_taken_silently_are_refused(world: World, name: str) -> None:
+    call, text = MISTAKEN[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call(world.mesh)
+
+
+@ranks(2)
+def test_a_cast_that_one_unit_refuses_casts_none(world: World) -> None:
+    """Units before the refused one were cast: dtypes were mixed, and no call mended that but the cast back."""
+    model = shard_stack(Stack(), world.mesh)
+    output = model(world.mine(batch(0)))
+    with pytest.raises(StateError, match="cannot change dtype or device between its forward and its backward"):
+        model.to(torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    square(output).backward()
+    del output
+    model.to(torch.bfloat16)
+    model(world.mine(batch(0)).bfloat16())
+
+
+@ranks(2)
+def test_undo_inside_of_resident_and_before_wait_is_refused(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    with model.resident(), pytest.raises(StateError, match=r"undo\(\) was called inside resident\(\) of unit"):
+        fullshard.undo(model)
+    handle = model.unshard(async_op=True)
+    with torch.inference_mode():
+        fullshard.undo(model)
+    with pytest.raises(StateError, match=r"was undone before wait\(\) of its unshard\(\)"):
+        handle.wait()
+    square(model(batch(0))).backward()
+
+
+@ranks(1, 2)
+def test_gradients_of_parameters_unsharded_by_hand_do_not_stay_behind(world: World) -> None:
+    """zero_grad() did not reach them behind reshard(), and grad() left them: the next gradients contained them."""
+    model = fully_shard(nn.Linear(5, 3), mesh=world.mesh)
+    plain = copy.deepcopy(fullshard.undo(copy.deepcopy(model)))
+    model.unshard()
+    model.weight.sum().backward()
+    model.reshard()
+    model.zero_grad()
+    with (
+        model.resident(),
+        pytest.raises(StateError, match=r"grad\(\): the outputs use parameter 'weight' outside of a forward"),
+    ):
+        fullshard.grad(model.weight.sum(), model.weight)
+    for one, x in ((model, world.mine(batch(0))), (plain, batch(0))):
+        square(one(x)).backward()
+    assert_same_grads(model, plain)
+
+
+@ranks(2)
+def test_ranks_outside_of_a_process_group_receive_nothing(world: World) -> None:
+    """`to=dist.new_group([0])` raised there: torch returns no group, but a number."""
+    model = shard_stack(Stack(), world.mesh)
+    found = list(fullshard.weights.iter_full(model, to=dist.new_group([0])))
+    assert bool(found) is (world.rank == 0)
+
+
+@ranks(2)
+def test_saves_that_ranks_ask_for_differently_raise_on_all_of_them(world: World) -> None:
+    model, folder = shard_stack(Stack(), world.mesh), world.folder("asked")
+    with pytest.raises(ValueError, match="keep=2 needs step="):
+        save_weights(model, folder, keep=2 if world.rank else None)
+    with pytest.raises(ValueError, match="background, step and keep differs between ranks"):
+        save_weights(model, folder, step=world.rank)
+    with pytest.raises(ValueError, match="this rank does not see what the first rank writes"):
+        save_weights(model, Path(folder) / str(world.rank) / "checkpoint")
+    with pytest.raises(ValueError, match="key_map leaves no tensor to save"):
+        save_weights(model, folder, key_map=lambda name: None)
+    save_weights(model, folder)
+
+
+@ranks(1, 2)
+def test_outputs_in_containers_of_any_depth_are_found(world: World) -> None:
+    class Chain(Stack):
+        def forward(self, x: Tensor) -> Any:
+            found: Any = super().forward(x)
+            for _ in range(40):
+                found = (found, None)
+            return collections.deque([found])
+
+    model = Stack()
+    sharded = Chain()
+    sharded.load_state_dict(model.state_dict())
+    shard_stack(sharded, world.mesh)
+    (found,) = sharded(world.mine(batch(0)))
+    while isinstance(found, tuple):
+        found, _ = found
+    square(found).backward()
+    square(model(batch(0))).backward()
+    assert_same_grads(sharded, model)

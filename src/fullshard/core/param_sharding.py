@@ -305,6 +305,8 @@ def _requested_placement(
     parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str
 ) -> tuple[int, ShardAxis]:
     """Return the dim and the axis that `placement_fn` requests."""
+    if placement_fn is not None and not callable(placement_fn):
+        raise ValueError(f"shard_placement_fn must be callable or None, got {placement_fn!r}.")
     chosen = placement_fn(parameter) if placement_fn is not None else None
     if isinstance(chosen, (Shard, type(None))):
         return (0 if chosen is None else chosen.dim), axis

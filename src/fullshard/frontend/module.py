@@ -25,7 +25,7 @@ from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.core.unit_modules import recovered, require_unit, unit_of, units_of
-from fullshard.errors import StateError, check_int, warn_once
+from fullshard.errors import StateError, check_bool, check_int, warn_once
 from fullshard.frontend import forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.policies import StateSharding
@@ -171,7 +171,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> handle.wait()                                                                     # doctest: +SKIP
         """
         unit = require_unit(self)
-        _check_bool("async_op", async_op)
+        check_bool("async_op", async_op)
         unit.unshard()
         handle = UnshardHandle(unit)
         if async_op:
@@ -224,7 +224,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if it is neither True nor False.
         """
-        last = _check_bool("is_last_backward", is_last_backward)
+        last = check_bool("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
             unit.configure(last_backward=last)
 
@@ -250,7 +250,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> model.set_requires_gradient_sync(True)                                            # doctest: +SKIP
             >>> model.finalize_backward()                                                         # doctest: +SKIP
         """
-        manual = _check_bool("enabled", enabled)
+        manual = check_bool("enabled", enabled)
         for runtime, units in _units_by_runtime(self):
             Finalization(runtime).set_manual(units, manual)
 
@@ -274,7 +274,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
                 the last call, with `set_requires_all_reduce(False)` in effect, or if the ranks diverged.
         """
         pending: list[PendingReduction] = []
-        start_only = _check_bool("async_op", async_op)
+        start_only = check_bool("async_op", async_op)
         for runtime, units in _units_by_runtime(self):
             if any(unit.record.last is not None for unit in units):
                 pending.append(Finalization(runtime).start(units))
@@ -298,8 +298,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        kept = _check_bool("keep", keep)
-        for unit in units_of(self, _check_bool("recurse", recurse)):
+        kept = check_bool("keep", keep)
+        for unit in units_of(self, check_bool("recurse", recurse)):
             unit.keep_memory(kept)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -316,8 +316,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        sync = _check_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in units_of(self, _check_bool("recurse", recurse)):
+        sync = check_bool("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_of(self, check_bool("recurse", recurse)):
             unit.configure(sync_gradients=sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
@@ -336,7 +336,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         parsed = [
             (unit, *parse_reshard_after_forward(reshard_after_forward, unit.axis.ranks, unit.options.states))
-            for unit in units_of(self, _check_bool("recurse", recurse))
+            for unit in units_of(self, check_bool("recurse", recurse))
         ]
         doing = "set_reshard_after_forward()"
         for unit, _, size in parsed:
@@ -361,8 +361,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        keep = not _check_bool("reshard_after_backward", reshard_after_backward)
-        for unit in units_of(self, _check_bool("recurse", recurse)):
+        keep = not check_bool("reshard_after_backward", reshard_after_backward)
+        for unit in units_of(self, check_bool("recurse", recurse)):
             unit.configure(keep_after_backward=keep)
 
     def set_states(self, states: StateSharding, *, recurse: bool = True) -> None:
@@ -385,7 +385,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         if not isinstance(states, StateSharding):
             raise ValueError(f"Expected a StateSharding as states, for example fullshard.ZERO2, got {type(states).__name__}.")
-        units = units_of(self, _check_bool("recurse", recurse))
+        units = units_of(self, check_bool("recurse", recurse))
         for unit in units:
             unit.check_states_may_change(states)
         for unit in units:
@@ -408,8 +408,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if an argument is neither True nor False.
         """
-        reduces = _check_bool("requires_all_reduce", requires_all_reduce)
-        for unit in units_of(self, _check_bool("recurse", recurse)):
+        reduces = check_bool("requires_all_reduce", requires_all_reduce)
+        for unit in units_of(self, check_bool("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, all_reduce=reduces))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
@@ -425,7 +425,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if factor is not None and not (number and 0 < factor < float("inf")):
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
-        for unit in units_of(self, _check_bool("recurse", recurse)):
+        for unit in units_of(self, check_bool("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
             unit.log_write(f"set_gradient_divide_factor({factor})")  # so that ranks with other factors raise
 
@@ -442,7 +442,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: while gradients are reduced, but not in `.grad` yet.
         """
         unit = require_unit(self)
-        force = _check_bool("enable", enable)
+        force = check_bool("enable", enable)
         unit.check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
         unit.configure(reduce=replace(unit.options.reduce, force_sum=force))
 
@@ -458,8 +458,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: if there is no unit at or below this module.
         """
         any_unit(self)
-        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        _check_bool("recurse", recurse)
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool("recurse", recurse)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set the maximum number of reduce-scatters in flight, each of one parameter group, from the next one on.
@@ -473,7 +473,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if it is not an int, or less than 1.
         """
         most = check_int("max_input_buffers", max_input_buffers)
-        for unit in units_of(self, _check_bool("recurse", recurse)):
+        for unit in units_of(self, check_bool("recurse", recurse)):
             unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -487,8 +487,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if an argument is neither True nor False.
             StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
         """
-        separate, doing = _check_bool("enable", enable), "set_separate_reduce_scatter_group()"
-        units = units_of(self, _check_bool("recurse", recurse))
+        separate, doing = check_bool("enable", enable), "set_separate_reduce_scatter_group()"
+        units = units_of(self, check_bool("recurse", recurse))
         for unit in units:
             unit.check_rebuildable(doing=doing)
         for unit in units:
@@ -569,12 +569,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: if it is neither True nor False.
         """
-        require_unit(self).configure(in_backward=_check_bool("unshard_in_backward", unshard_in_backward))
+        require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Set whether all-gather memory comes from the compute stream, with async collectives. fullshard always does this."""
         any_unit(self)
-        _check_bool("async_op", async_op)
+        check_bool("async_op", async_op)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Set a custom all-gather for this unit, with one all-gather per parameter group in memory allocated by `comm`.
@@ -617,7 +617,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit = require_unit(self)
         _refuse_custom_collectives(unit)
         group, memory = unit.axis.group, None
-        if _check_bool("enable", enable) and group is not None:
+        if check_bool("enable", enable) and group is not None:
             memory = _torch.process_group_memory(group, unit.axis.device)
         unit.reconfigure(doing="set_allocate_memory_...()", memory=memory)
 
@@ -872,13 +872,6 @@ def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
 
 def _module(module: Any) -> nn.Module:
     return module
-
-
-def _check_bool(name: str, value: Any) -> bool:
-    """Return a boolean argument. Raise ValueError for any other value, such as "no", None or 1."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}.")
-    return value
 
 
 def _prefetch_numbers(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:

@@ -89,6 +89,11 @@ def matrices_of(
               1 x *.weight  9 x 6  an output layer: as many rows as an embedding
               1 x *.bias  9  1 dim
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"matrices_of takes a model, got {type(model).__name__}.")
+    for option, value in (("take", take), ("leave", leave), ("dims", dims)):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError(f"{option} must be a sequence, as in {option}=[...], got {value!r}.")
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

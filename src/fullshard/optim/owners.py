@@ -238,7 +238,13 @@ class OwnerPlan:
 
         Returns:
             Bytes.
+
+        Raises:
+            ValueError: for a rank or a replica that the plan does not have.
         """
+        for name, value, count in (("rank", rank, self.ranks), ("replica", replica, self.replicas)):
+            if check_int(name, value, least=0) >= count:
+                raise ValueError(f"{name} must be below {count}, got {value}.")
         slots = [self._slots(bucket)[rank + self.ranks * replica] for bucket in self.buckets]
         around = [sum(slots[max(0, number - 1) : number + 2]) for number in range(len(slots))]
         copied = []

@@ -273,6 +273,8 @@ class Splits:
             ValueError: if a key is not among them or not sharded, or if a parameter cannot be split like this.
         """
         self._pieces: list[tuple[Tensor, Pieces]] = []
+        if split is not None and not isinstance(split, Mapping):
+            raise ValueError(f"split must be a dict from parameters to their pieces, or None, got {split!r}.")
         known = set(map(id, parameters))
         for tensor, how in (split or {}).items():
             logical = next(iter(logical_parameters([tensor])), None)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, owner_of, to_local
-from fullshard.errors import StateError, warn_once
+from fullshard.errors import StateError, check_bool, warn_once
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.matrix_owners import CachedExchange
@@ -84,6 +84,9 @@ def whole_view(
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"whole_view takes a torch.optim.Optimizer, got {name}. Build the optimizer and pass it.")
+    check_bool("restorable", restorable)
+    if cost is not None and not callable(cost):
+        raise ValueError(f"cost must be a function of a Matrix, or None, got {cost!r}.")
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     splits = Splits(split, members)
     if is_muon(optimizer):

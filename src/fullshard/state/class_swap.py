@@ -28,6 +28,7 @@ from fullshard.core import (
     remove_hooks,
     remove_hooks_from_copies,
     unit_of,
+    units_of,
     unshard_permanently,
 )
 from fullshard.errors import StateError
@@ -207,7 +208,7 @@ def undo(root: nn.Module, unwrap_class: ClassMap) -> None:
     Raises StateError inside a forward, backward or resident(), or while gradients are accumulated on each rank only. Nothing
     has changed then.
     """
-    units = list(dict.fromkeys(unit for module in root.modules() if (unit := unit_of(module)) is not None))
+    units = units_of(root, True)
     for unit in units:
         unit.check_idle(doing="undo()")
         unit.check_delivered(doing="undo()")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.core import BackwardHook, ParamGroup, ShardedParameter, Unit, all_gather_full, units_of, write_unsharded
-from fullshard.errors import StateError
+from fullshard.errors import StateError, check_bool
 
 
 @contextmanager
@@ -59,6 +59,10 @@ def full_params(
 
     Source: FSDP1's `summon_full_params`.
     """
+    for name, value in (("write", write), ("rank0_only", rank0_only), ("grads", grads)):
+        check_bool(name, value)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype must be a torch.dtype or None, got {dtype!r}.")
     if rank0_only and write:
         raise ValueError(
             "full_params(rank0_only=True) cannot write parameters that only rank 0 has. Pass write=False as well "

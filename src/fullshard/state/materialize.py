@@ -21,7 +21,7 @@ from fullshard.core import (
     resolve_mesh,
     units_of,
 )
-from fullshard.errors import StateError
+from fullshard.errors import StateError, check_int
 
 Init = Callable[[nn.Module], object]
 
@@ -50,7 +50,7 @@ def materialize(
         `model`.
 
     Raises:
-        ValueError: on all ranks, if they pass different seeds.
+        ValueError: if `init` or `seed` is of another type and, on all ranks, if they pass different seeds.
         StateError: if a module has no `reset_parameters` and there is no `init`, or if `init` left a parameter or buffer
             without values. The error names the module, parameter or buffer.
 
@@ -62,6 +62,10 @@ def materialize(
         >>> materialize(fully_shard(model))                                                   # doctest: +SKIP
     """
     units = units_of(model, True)
+    if init is not None and not callable(init):
+        raise ValueError(f"init must be callable or None, got {init!r}.")
+    if seed is not None:
+        check_int("seed", seed, least=-(2**63), otherwise=", or None")
     if not units:
         raise StateError(f"{type(model).__name__} contains no sharded module. Call fully_shard() first.")
     for unit in units:

@@ -25,7 +25,7 @@ from fullshard.core import (
     all_gather_full,
     needs_own_group,
 )
-from fullshard.errors import StateError, check_int
+from fullshard.errors import StateError, check_bool, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
@@ -83,6 +83,9 @@ def iter_full(
         check_int(name, value, least=least)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if weights is not None and not isinstance(weights, EMA):
+        raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
+    check_bool("copy", copy)
     receives = _receives(to)
 
     def prepare(unit: Unit) -> None:

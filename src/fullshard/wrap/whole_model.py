@@ -63,6 +63,8 @@ def plan_model(
         (model)  Sequential                            2        18         72 B           what is left
         3 units hold 26 parameters: 1,218 elements, 4.8 KiB; the largest holds 2.3 KiB
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"Expected a model as nn.Module, got {type(model).__name__}.")
     check_policy(policy)
     skipped = _with_submodules(ignored_modules)
     _check_unsharded(model, skipped)
