@@ -68,7 +68,7 @@ def matrices_of(
 
     Args:
         model: the model, sharded or not, on any device.
-        take: patterns of qualified names, as in fnmatch: "*.router.weight".
+        take: patterns of qualified names, as in fnmatch: `"*.router.weight"`.
         leave: patterns of qualified names.
         dims: numbers of dims that are taken. `torch.optim.Muon` takes matrices of two dims only.
 

@@ -26,8 +26,8 @@ WIRE_ITEMSIZE = 2  # bytes of an element on its way: Newton-Schulz reads and ret
 class Matrix:
     """One sharded matrix: a parameter, or a part of one (a head, q of a fused qkv, an expert of a stack).
 
-        parameter, sharded over 3 ranks    |0 1 2 3|4 5 6 7|8 9 . .|    length=10
-        the matrix in it                        [3 4 5 6]               start=3, shape[dim]=4; ranks 0 and 1 have shards
+        parameter, sharded over 3 ranks    0 1 2 3 / 4 5 6 7 / 8 9      length=10
+        the matrix in it                         3 / 4 5 6              start=3, shape[dim]=4; ranks 0 and 1 have shards
 
     Args:
         name: its qualified name.
