@@ -10,6 +10,7 @@ weights show|convert|check DIR   list, convert or check a checkpoint
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import runpy
 import sys
 import traceback
@@ -104,6 +105,13 @@ def _run_command(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    try:
+        found = importlib.util.find_spec(options.script) if options.module else Path(options.script).exists()
+    except ImportError:  # of a package that the name begins with
+        found = None
+    if not found:
+        print(f"{_name()}: there is no {'module' if options.module else 'file'} {options.script!r}.", file=sys.stderr)
+        sys.exit(2)
     install()
     sys.argv = [options.script, *options.arguments]
     if options.module:

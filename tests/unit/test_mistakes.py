@@ -437,6 +437,21 @@ def test_the_command_is_one_line_whatever_the_directory_holds_and_the_program_wa
     assert ran.stderr.startswith("fullshard: The model does not accept this batch")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("run no.py", "there is no file 'no.py'."),
+        ("run -m no.module", "there is no module 'no.module'."),
+        ("calibrate --out no/x.json", "--out 'no/x.json' cannot be written: there is no directory"),
+    ],
+)
+def test_a_command_that_cannot_begin_says_so_in_one_line(folder: Path, arguments: str, told: str) -> None:
+    """`run` printed a traceback, and `calibrate` measured for minutes before it found that it could not write."""
+    command = [sys.executable, "-m", "fullshard", *arguments.split()]
+    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1) and told in ran.stderr, ran.stderr
+
+
 def test_what_a_program_logs_and_warns_of_reaches_stderr(folder: Path) -> None:
     """Handlers keep the stream that they found when the file was imported."""
     code = "from fullshard.__main__ import main; main()"

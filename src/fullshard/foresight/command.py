@@ -83,7 +83,8 @@ def add_calibrate(commands: Any) -> None:
 
 
 def run_calibrate(options: argparse.Namespace) -> None:
-    """Measure this machine, write the file and print the figures."""
+    """Measure this machine, write the file and print the figures. Raises ValueError if the file cannot be written."""
+    _check_output("out", options.out)
     gpu, network = calibrate(options.out, ranks=options.ranks)
     print(
         f"matrix products {gpu.fp32 / 1e9:,.0f} Gflop/s in fp32, {gpu.bf16 / 1e9:,.0f} in bf16; memory "
@@ -212,6 +213,21 @@ def _footprints(texts: Sequence[str], load: Load) -> dict[str, Any]:
 OUTPUTS = ("html", "png", "perfetto", "json")
 
 
+def _check_output(name: str, output: str) -> None:
+    """Raise ValueError unless a file can be written. `name`: of the option."""
+    where = f"--{name} {output!r} cannot be written"
+    path, folder = Path(output), Path(output).absolute().parent
+    try:
+        if not output or output.endswith(os.sep) or path.is_dir():
+            raise ValueError(f"{where}: expected the path of a file.")
+        if not folder.is_dir():
+            raise ValueError(f"{where}: there is no directory {str(folder)!r}. Create it first.")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueError(f"{where}: permission denied.")
+    except OSError as wrong:
+        raise ValueError(f"{where}: {(wrong.strerror or str(wrong)).lower()}.") from wrong
+
+
 def check_outputs(options: argparse.Namespace) -> None:
     """Check that all output files can be written, before anything is computed.
 
@@ -226,17 +242,8 @@ def check_outputs(options: argparse.Namespace) -> None:
         output = getattr(options, name)
         if output is None:
             continue
-        where = f"--{name} {output!r} cannot be written"
-        path, folder = Path(output), Path(output).absolute().parent
-        try:
-            if not output or output.endswith(os.sep) or path.is_dir():
-                raise ValueError(f"{where}: expected the path of a file.")
-            if not folder.is_dir():
-                raise ValueError(f"{where}: there is no directory {str(folder)!r}. Create it first.")
-            if not os.access(path if path.exists() else folder, os.W_OK):
-                raise ValueError(f"{where}: permission denied.")
-        except OSError as wrong:
-            raise ValueError(f"{where}: {(wrong.strerror or str(wrong)).lower()}.") from wrong
+        _check_output(name, output)
+        path = Path(output)
         if name == "png" and path.suffix.lower() != ".png":
             raise ValueError(f"--png takes a path that ends in .png, got {output!r}.")
         if path.resolve() in sources:

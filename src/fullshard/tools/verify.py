@@ -135,7 +135,7 @@ def verify(
         A `Verdict`, equal on all ranks: true if nothing differs, else with the first difference.
 
     Raises:
-        ValueError: if `steps` or `ranks` is not at least 1; if the output contains no loss, and torch.distributed was
+        ValueError: if `steps` or `ranks` is not at least 1, or `tolerance` is negative; if the output contains no loss, and torch.distributed was
             initialised before.
         RuntimeError: if a process that was started here raised an exception; contains its traceback.
 
@@ -147,6 +147,8 @@ def verify(
     """
     check_int("steps", steps)
     check_int("ranks", ranks)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
     program = _Program(build, batch, steps, shard, loss, optimizer, seed, tolerance)
     if dist.is_initialized():
         return program.run()
