@@ -135,8 +135,8 @@ def verify(
         A `Verdict`, equal on all ranks: true if nothing differs, else with the first difference.
 
     Raises:
-        ValueError: if `steps` or `ranks` is not at least 1, or `tolerance` is negative; if the output contains no loss, and torch.distributed was
-            initialised before.
+        ValueError: if `steps` or `ranks` is not at least 1, or `tolerance` is negative; if the output contains no loss, and
+            torch.distributed was initialised before.
         RuntimeError: if a process that was started here raised an exception; contains its traceback.
 
     Example:
