@@ -125,14 +125,13 @@ IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those th
     ("core/agreement.py _send (run)", EVENT),
     ("core/agreement.py _send (run)", MESSAGE),
     ("core/agreement.py _send (wait)", EVENT),
-    ("core/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
+    ("core/reducer.py _send (wait)", EVENT),  # as long as pages of heartbeats are new
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last two the detector finds
     ("core/heartbeat.py read (wait)", EVENT),
     ("core/heartbeat.py read_now (wait)", EVENT),
     ("core/param_group.py synchronize_host (wait)", EVENT),
     ("core/reducer.py poll (wait)", EVENT),
-    ("core/reducer.py start_heartbeats (wait)", EVENT),
     ("optim/owner_exchange.py _share (wait)", EVENT),  # the ranks agree behind it, over the same process group
 }
 

@@ -89,7 +89,7 @@ TEXTS = {
         "for parameters without gradients)."
     ),
     "clipping on one rank": (
-        f"Ranks diverged at collective N: rank 0 ran clip_grad_norm_(); rank 1 ran all_gather of 'Stack' (forward). {_FIX}"
+        f"Ranks diverged at collective N: rank 0 ran clip_grad_norm_(1.0, 2.0) of N parameters; rank 1 ran all_gather of 'Stack' (forward). {_FIX}"
     ),
     "value of a reduction": (
         f"Ranks diverged at collective N: rank 0 ran item() of a reduction; rank 1 ran all_gather of 'Stack' (forward). {_FIX}"

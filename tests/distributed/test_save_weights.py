@@ -279,7 +279,7 @@ def test_options_that_decide_about_messages_are_compared(world: World) -> None:
         {"each_rank": (lambda path: None) if first else None},
         {"background": first},
     ):
-        with pytest.raises(ValueError, match="buffer_bytes, weights, each_rank and background differs"):
+        with pytest.raises(ValueError, match="buffer_bytes, weights, each_rank, background, step and keep differs"):
             save_weights(model, directory, **options)  # type: ignore[arg-type]
     save_weights(model, directory)
     for more in ({"buffer_bytes": 1 << (16 + world.rank)}, {"replicas": "auto" if first else "read"}):

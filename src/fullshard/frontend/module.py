@@ -805,6 +805,7 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     for below in units_of(module, True):  # all of them, before the first one changes
         awaits_backward = below.runtime.scheduler.awaits_backward(below.number)
         if (awaits_backward or below.runtime.reducer.is_undelivered(below)) and below.changes(fn):
+            below.check_idle(doing="moving or casting")
             if awaits_backward:
                 raise StateError(
                     f"Unit '{below.name}' cannot change dtype or device between its forward and its backward. Run the backward "
