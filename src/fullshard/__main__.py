@@ -107,7 +107,9 @@ def _run_command(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> None:
     try:
         found = importlib.util.find_spec(options.script) if options.module else Path(options.script).exists()
-    except ImportError:  # of a package that the name begins with
+    except ModuleNotFoundError as missing:  # of a package that the name begins with
+        if missing.name is None or not f"{options.script}.".startswith(f"{missing.name}."):
+            raise
         found = None
     if not found:
         print(f"{_name()}: there is no {'module' if options.module else 'file'} {options.script!r}.", file=sys.stderr)

@@ -304,6 +304,63 @@ def test_inputs_on_the_host_are_moved_to_the_device(world: World, wrapped: bool,
     assert torch.equal(output.detach().cpu(), plain(inputs, shift=shift).detach())
 
 
+class Hosted(nn.Module):
+    """A layer that takes a factor on the host, and saves it for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(5, 5), []
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        self.seen.append(factor.device.type)
+        return self.layer(x) * torch.exp(factor).to(x.device)
+
+
+@ranks(1, 2, device="sim")
+def test_a_recomputation_moves_what_the_forward_moved(world: World) -> None:
+    """That of an inner unit has inputs that the model keeps on the host."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.factor = Hosted(), torch.tensor(0.5, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, self.factor, use_reentrant=False)
+
+    model = Net()
+    fully_shard(model.inner, mesh=world.mesh)
+    fully_shard(model, mesh=world.mesh)
+    for _ in range(2):
+        square(model(world.mine(batch(0)))).backward()
+    assert set(model.inner.seen) == {"cpu"} and len(model.inner.seen) == 4
+
+
+@ranks(1, device="sim")
+def test_packed_sequences_are_moved_and_a_move_that_raises_ends_the_forward(world: World) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, packed: Any) -> Tensor:
+            assert packed.batch_sizes.device.type == "cpu" and packed.data.device.type == "sim"
+            return self.layer(packed.data).sum()
+
+        def plain(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    model = fully_shard(Sums(), mesh=world.mesh)
+    register_fsdp_forward_method(model, "plain")
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 5), [4, 3])
+    model(packed).backward()
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        model.plain(torch.ones(2, 5, device="meta"))
+    unit = model._fullshard_unit
+    assert unit.residency.value == "sharded" and not unit.runtime.scheduler.is_running(unit.number)
+    model(packed).backward()
+
+
 def train_away(world: World, model: nn.Module, how: str) -> dict[str, Tensor]:
     """Weights after steps whose backward runs on another stream, and whose memory is used again at once."""
     main, side = torch.accelerator.current_stream(), torch.Stream(device="sim")

@@ -37,13 +37,9 @@ COVERED = {
     ): "the host waits as well, and the host alone writes such shards",
     ("core/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
     (
-        "core/reducer.py _send_heartbeats (wait)",
+        "core/reducer.py _send (wait)",
         "wait_event",
-    ): "the lanes are drained a moment later; the device shows it, where a new page of heartbeats takes the memory",
-    (
-        "core/reducer.py start_heartbeats (wait)",
-        "wait_event",
-    ): "the reduction over replicas is behind it, and is waited for before the gradients are handed out",
+    ): "what it waits for is waited for again; the device shows it, where a new page of heartbeats takes the memory",
     ("core/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
 }
 

@@ -26,13 +26,14 @@ from models import Stack, assert_near, assert_same_grads, assert_same_parameters
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import HFSDP, ZERO3, CheckPolicy, CommPolicy, StateError, StateSharding, _torch, fully_shard
 from fullshard.checks.store import WakeupSocket
 from fullshard.checks.watchdog import Watchdog
 from fullshard.comm.base import SingleRank, StartedWork
-from fullshard.comm.gloo import GlooCollectives
+from fullshard.comm.gloo import GlooCollectives, P2PChannel, PostedMessages
 from fullshard.comm.process_groups import release
 from fullshard.comm.streams import HostStream
 from fullshard.compat import FullyShardedDataParallel as FSDP
@@ -1720,7 +1721,7 @@ DIFFERENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "sync": (run_once, {"sync": "broadcast"}, {}, "different options: rank 0 has sync='broadcast'"),
     "buffers": (run_once, {"buffers": "mean"}, {"buffers": "broadcast"}, "different options: .* buffers='mean'"),
     "messages": (run_once, {"comm_policy": CommPolicy(direct_min_bytes=0)}, {}, "Ranks diverged"),
-    "factors": (divided, {"factor": 1.0}, {"factor": 2.0}, r"set_gradient_divide_factor\(1.0\)"),
+    "factors": (divided, {"factor": 1.0}, {"factor": 2.0}, r"\(divided by 1.0\)"),
     "norms": (clipped, {"max_norm": 1.0}, {"max_norm": 2.0}, r"clip_grad_norm_\(1.0, 2.0\)"),
     "powers": (clipped, {"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0}, r"clip_grad_norm_\(1.0, 1.0\)"),
     "gradients": (shown, {"drops": True}, {}, "the ranks have gradients of different parameters"),
@@ -1874,3 +1875,95 @@ def test_outputs_in_containers_of_any_depth_are_found(world: World) -> None:
     square(found).backward()
     square(model(batch(0))).backward()
     assert_same_grads(sharded, model)
+
+
+@ranks(1, 2)
+def test_gradients_as_values_leave_those_that_wait_for_the_last_backward(world: World) -> None:
+    """grad() ends a backward, which may deliver what earlier ones reduced or kept."""
+    first, second = nn.Linear(5, 3), nn.Linear(5, 3)
+    plain = copy.deepcopy(second)
+    for one in (first, second):
+        fully_shard(one, mesh=world.mesh)
+    second.set_is_last_backward(False)
+    square(second(world.mine(batch(0)))).backward()
+    second.set_is_last_backward(True)
+    fullshard.grad(square(first(world.mine(batch(1)))), [first.weight])
+    square(second(world.mine(batch(2)))).backward()
+    for number in (0, 2):
+        square(plain(batch(number))).backward()
+    assert_same_grads(second, plain)
+
+
+@ranks(2)
+def test_units_keep_their_names_if_their_first_training_forward_is_a_recomputation(world: World) -> None:
+    class Checkpointed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.head(x)
+
+    model = shard_stack(Checkpointed(), world.mesh)
+    square(model(world.mine(batch(0)))).backward()
+    assert [unit.name for unit in units_of(model, True)] == ["Checkpointed", "blocks.0", "blocks.1", "blocks.2"]
+
+
+@ranks(2)
+def test_equal_factors_are_equal_behind_a_failed_step(world: World) -> None:
+    """The factor is part of the reduction's entry in the log, which keeps the last one only."""
+    model = shard_stack(Stack(), world.mesh)
+    if world.rank:
+        model.set_gradient_divide_factor(3.0, recurse=True)
+    assert fullshard.any_failed(world.mesh, failed=world.rank == 0)
+    for number in range(4):
+        model.set_gradient_divide_factor(2 + number, recurse=True)
+        square(model(world.mine(batch(number)))).backward()
+    actions = [text for group in unit_of(model).groups for text in group.fingerprints if "divided by" in text]
+    assert len(actions) == 1 and "divided by 5.0" in actions[0]
+
+
+@ranks(2)
+def test_norms_of_uneven_experts_are_clipped_together(world: World) -> None:
+    """The rank with two experts and the one with one have different numbers of parameters."""
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "alone"))["alone"]
+    model = nn.ModuleDict({"dense": nn.Linear(5, 5), "experts": nn.ModuleList(nn.Linear(5, 5) for _ in range(2 - world.rank))})
+    for expert in model["experts"]:
+        fully_shard(expert, mesh=alone)
+    fully_shard(model["dense"], mesh=world.mesh)
+    x = model["dense"](batch(0))
+    for expert in model["experts"]:
+        x = expert(x)
+    square(x).backward()
+    assert fullshard.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+
+
+@ranks(1)
+def test_local_view_takes_element_wise_subclasses_of_torch(world: World) -> None:
+    class Own(torch.optim.Adam):
+        def _init_group(self, *args: Any) -> Any:
+            return super()._init_group(*args)
+
+    model = fully_shard(nn.Linear(5, 3), mesh=world.mesh)
+    optimizer = fullshard.local_view(Own(model.parameters()))
+    square(model(batch(0))).backward()
+    optimizer.step()
+    vectors = torch.optim.Adafactor([model.bias])
+    vectors.step()
+
+
+@ranks(2)
+def test_a_message_that_arrives_behind_a_failed_step_stops_no_later_one(world: World) -> None:
+    """Its buffer was freed, and gloo then reads nothing more from the peer: the next step waited for good."""
+    channel, other = P2PChannel.of(dist.new_group([0, 1])), 1 - world.rank
+    late, more = (PostedMessages("none", 1 << 29 | tag, (1024,)) for tag in (0, 1))
+    if world.rank == 0:
+        channel.exchange(late, [(torch.zeros(1024, dtype=torch.uint8), other)], [])
+    channel.forget_answers()
+    dist.barrier()
+    if world.rank == 1:
+        channel.exchange(late, [], [(torch.ones(1024, dtype=torch.uint8), other)])
+    received = torch.zeros(1024, dtype=torch.uint8)
+    messages = channel.exchange(more, [(received, other)], [(torch.ones(1024, dtype=torch.uint8), other)])
+    messages.wait()
+    assert received.all() and not channel._abandoned
+    dist.barrier()

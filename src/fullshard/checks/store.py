@@ -27,6 +27,10 @@ MAX_WOKEN = 1024  # maximum number of ranks to wake at once
 _TOKEN = 8  # bytes of the token that identifies wake-up packets of this job
 
 
+# select() refuses file descriptors from 1,024 on, and the default selector needs one of its own, which may be the last one.
+_Selector: type[selectors.BaseSelector] = getattr(selectors, "PollSelector", selectors.DefaultSelector)
+
+
 class WakeupSocket:
     """UDP socket through which other ranks wake this rank. A packet contains only a token.
 
@@ -52,7 +56,7 @@ class WakeupSocket:
     def wait(self, seconds: float, also: Sequence[int] = ()) -> bool:
         """Wait for a packet, or until a file descriptor in `also` is readable. Return True if a packet came."""
         own = self._socket.fileno()
-        with selectors.DefaultSelector() as selector:  # not select(), which refuses descriptors from 1,024 on
+        with _Selector() as selector:
             for descriptor in (own, *also):
                 selector.register(descriptor, selectors.EVENT_READ)
             readable = [key.fd for key, _ in selector.select(seconds)]

@@ -144,7 +144,7 @@ class Messages:
             raise
         except RuntimeError as failure:
             raise self.peer_lost(at, failure) from failure
-        self._channel.forget(self)
+        self._channel.forget(self, self._receives)
         # The caller may keep this object, and the memory of the messages is free now.
         self.works, self._receives, self._sends = [], (), ()
 
@@ -156,11 +156,12 @@ class P2PChannel:
         self.name = _torch.group_name(group)  # equal on all its ranks
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
         self.posted: deque[PostedMessages] = deque(maxlen=_REMEMBERED_CALLS)  # messages of recent calls
-        self._held = held(group)
+        self._held, self._rank = held(group), group.rank()
         self._under_way: set[Messages] = set()  # started and not waited for
         self._dummy_works: list[dist.Work] = []  # works of the dummy messages of `drain_peer`, kept alive
         self._dummy_tags: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
         self._abandoned: list[Messages | dist.Work] = []  # of the last step that failed; see `forget_answers`
+        self._unheard: set[int] = set()  # ranks in the group of which no message has arrived since
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:
@@ -193,9 +194,14 @@ class P2PChannel:
                 self.posted.append(posted)
         return messages
 
-    def forget(self, messages: Messages) -> None:
+    def forget(self, messages: Messages, receives: Sequence[tuple[Tensor, int]]) -> None:
         """Remove messages that have been waited for."""
-        self._under_way.discard(messages)
+        if messages in self._under_way:
+            self._under_way.discard(messages)
+            if self._abandoned:
+                self._unheard.difference_update(peer for _, peer in receives)
+                if not self._unheard:
+                    self._abandoned = []
 
     def under_way(self, log: str) -> list[PostedMessages]:
         """Return the started, unwaited messages of a collective log, by its name."""
@@ -213,10 +219,9 @@ class P2PChannel:
             Bytes of the longest message above `limit`, 0 if there is none.
         """
         known = {mine.tag for mine in list(self.posted)}
-        rank = self._held.group.rank()
         # (tag, sizes that the peer receives, sizes that it sends)
         missing = [
-            (theirs.tag, *theirs.with_peer(rank))
+            (theirs.tag, *theirs.with_peer(self._rank))
             for theirs in posted
             if theirs.tag not in known and (peer, theirs.tag) not in self._dummy_tags
         ]
@@ -247,10 +252,12 @@ class P2PChannel:
     def forget_answers(self) -> None:
         """Forget the messages of a step that failed, and the dummy messages of `drain_peer`, which all ranks have started.
 
-        Their buffers are kept until the next step fails. Nobody waited for them, so some may not have arrived yet, and gloo
-        stops reading from a peer whose message has no buffer: all later messages of this peer would never arrive.
+        Nobody waited for them, so some may not have arrived yet, and gloo stops reading from a peer whose message has no
+        buffer: all later messages of this peer would never arrive. Messages of one peer arrive in order, so their buffers are
+        kept until a later message of each peer has arrived.
         """
-        self._abandoned = [*self._under_way, *self._dummy_works]
+        self._abandoned += [*self._under_way, *self._dummy_works]
+        self._unheard = set(range(len(self.members))) - {self._rank} if self._abandoned else set()
         self._under_way, self._dummy_works = set(), []
         self._dummy_tags.clear()
         self.posted.clear()

@@ -129,6 +129,18 @@ class Agreement(Ranks):
         """Position of this rank in `ranks`."""
         return self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
 
+    def equal_on_axes(self, contents: Sequence[tuple[ShardAxis, bytes]]) -> bool:
+        """Return True if on each axis all ranks have equal contents. Collective on all of them, on all ranks in this order.
+
+        All ranks that the axes connect get the same result, so that no rank raises while another one waits for it.
+        """
+        found = [self.on_axis(axis).all_equal(content) for axis, content in contents]  # on all of them, whatever the first says
+        equal = all(found)
+        for _ in range(2 if len(contents) > 1 else 0):  # ranks of another axis may have found a difference
+            flags = [self.on_axis(axis).maximum(torch.tensor([not equal], dtype=torch.uint8)) for axis, _ in contents]
+            equal = not any(bool(flag.item()) for flag in flags)
+        return equal
+
     # --- small tensors ---
 
     def maximum(self, tensor: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fullshard import _torch
 from fullshard.core import lint
@@ -26,36 +28,44 @@ from fullshard.core.unit import Unit, forget_writes
 from fullshard.core.unit_modules import recovered
 from fullshard.errors import StateError
 
-_DEPTH = 100  # maximum depth of nested containers
-_ATTRIBUTES = 16  # maximum depth of the search in attributes of plain objects
+_DEPTH = 96  # maximum depth of nested containers
+_OBJECT = 6  # containers that a plain object counts as, whose attributes may lead far away
 _OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
 
 
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH) -> Any:
-    """Return `value` with `fn` applied to all tensors in nested lists, tuples, dicts and dataclasses.
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH, *, dataclass_fields: bool = True) -> Any:
+    """Return `value` with `fn` applied to all tensors in nested lists, tuples and dicts.
 
-    If `fn` changes no tensor, the result is `value` itself, so that outputs keep their identity.
+    With `dataclass_fields`, also in dataclasses. If `fn` changes no tensor, the result is `value` itself, so that outputs keep
+    their identity.
     """
     if isinstance(value, Tensor):
         return fn(value)
     if depth == 0 or value is None or isinstance(value, (str, int, float)):
         return value
+    inner = partial(map_tensors, fn=fn, depth=depth - 1, dataclass_fields=dataclass_fields)
+    if isinstance(value, PackedSequence):  # whose `batch_sizes` must stay on the CPU
+        data, sizes, *indices = value
+        changed_parts = [inner(data), *map(inner, indices)]
+        if all(new is old for new, old in zip(changed_parts, (data, *indices))):
+            return value
+        return PackedSequence(changed_parts[0], sizes, *changed_parts[1:])
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, fn, depth - 1) for item in value]
+        items = [inner(item) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = {key: map_tensors(item, fn, depth - 1) for key, item in value.items()}
+        changed = {key: inner(item) for key, item in value.items()}
         if all(changed[key] is value[key] for key in value):
             return value
         result: Any = copy.copy(value)
         for key, item in changed.items():  # not update(): some mappings forbid it
             result[key] = item
         return result
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclass_fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
-        changed = {name: map_tensors(item, fn, depth - 1) for name, item in fields.items()}
+        changed = {name: inner(item) for name, item in fields.items()}
         if all(changed[name] is item for name, item in fields.items()):
             return value
         made: Any = copy.copy(value)
@@ -65,12 +75,12 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH)
     return value
 
 
-def tensors_in(value: Any, depth: int = _ATTRIBUTES, seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors in nested containers, mappings, dataclasses and attributes of plain objects. Visit each object once."""
     if isinstance(value, Tensor):
         yield value
         return
-    if depth == 0 or value is None or isinstance(value, _OPAQUE):
+    if depth <= 0 or value is None or isinstance(value, _OPAQUE):
         return
     seen = set() if seen is None else seen
     if id(value) in seen:
@@ -81,13 +91,13 @@ def tensors_in(value: Any, depth: int = _ATTRIBUTES, seen: set[int] | None = Non
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         children = value
     else:
-        depth -= 1
+        depth -= _OBJECT - 1
         children = list(getattr(value, "__dict__", {}).values())
         for cls in type(value).__mro__:
             slots = cls.__dict__.get("__slots__", ())
             children += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
     for child in children:
-        yield from tensors_in(child, depth, seen)
+        yield from tensors_in(child, depth - 1, seen)
 
 
 class ForwardHooks:
@@ -107,9 +117,10 @@ class ForwardHooks:
             self._recovery.note_interrupt(failure)
             raise
         runtime, dtype = unit.runtime, unit.options.mp.param_dtype if unit.options.mp.cast_forward_inputs else None
-        # No unit is outermost in a recomputation, whose inputs may be those of the outermost one.
         device = runtime.communicator.async_device
-        if device is not None and runtime.scheduler.outermost() in (unit.record.number, None):
+        if device is not None and _torch.current_graph_task() == -1:  # a recomputation moves what the forward moved
+            unit.progress.moves_inputs = runtime.scheduler.outermost() == unit.record.number
+        if device is not None and unit.progress.moves_inputs:
             args, kwargs = move_tensors(args, device), move_tensors(kwargs, device)
         elif dtype is None:
             return None
@@ -172,8 +183,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Return `value` with all tensors on `device`."""
-    return map_tensors(value, lambda t: t if t.device == device else t.to(device))
+    """Return `value` with its tensors on `device`, except those in dataclasses, which FSDP2 and DDP leave as well."""
+    return map_tensors(value, lambda t: t if t.device == device else t.to(device), dataclass_fields=False)
 
 
 class StateHooks:

@@ -95,7 +95,8 @@ def check_before_forward(unit: Unit, root: nn.Module) -> None:
                 "them alone. Add them before fully_shard(), call fully_shard() on the module that holds them, freeze them, or, "
                 "if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))."
             )
-    if not unit.runtime.scheduler.running and unit.checks.remarks and unit.axis.is_first_rank:
+    is_outermost = not unit.runtime.scheduler.running and _torch.current_graph_task() == -1
+    if is_outermost and unit.checks.remarks and unit.axis.is_first_rank:
         unit.checks.remarks = False
         if unit.checks.names:
             unit.checks.names = False

@@ -50,6 +50,7 @@ class ParamGroup:
         two_hops: whether the flat shard is divided over the replicas as well, so that all-gathers have a hop over them first.
         is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
+        divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
         installed: whether the unsharded parameters are registered on the modules.
         unsharded: the unsharded parameters; empty before the first all-gather, and for one that is a tensor subclass.
         seen: versions and addresses of the unsharded parameters when the last forward began. A write changes one of them.
@@ -87,6 +88,7 @@ class ParamGroup:
         self.shard, self._unbound = self._copy_shards(values, unwritten)
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
+        self.divided = ""
         self.installed = False
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
         self.unsharded: list[Tensor] = []

@@ -21,7 +21,7 @@ class Recovery:
 
     Three things can go wrong. A backward raises, or a forward ends without its post-forward hook: the next event finds that and
     aborts the step (`abort_in_progress`). Or an interrupt (Ctrl-C) breaks off an event or a wait at an arbitrary line, which
-    sets the flag `Communicator.interrupted`: all unsharded state is discarded (`start_over`). The begin of each forward and
+    sets the flag `Communicator.interrupted`: all unsharded state is discarded (`start_over`). The start of each forward and
     backward of a unit checks this flag, and so does every public call on a unit, since it obtains the unit through
     `require_unit`, `units_of` or `recovered`.
     """

@@ -111,6 +111,12 @@ class GradientReducer:
             action = f"{action}, without {', '.join(frozen)}"
         if group.dtypes.grad is None:
             action = f"{action}, in {group.dtypes.reduce}"
+        divide = unit.options.reduce.divide
+        if divide is not None:
+            action = f"{action}, divided by {divide}"
+            if action != group.divided:  # keep the fingerprint of the last factor only
+                group.fingerprints.pop(group.divided, None)
+                group.divided = action
         communicator = self._communicator
         work = communicator.send(
             communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish

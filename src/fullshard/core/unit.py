@@ -636,8 +636,6 @@ class Unit:
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
-        if changes.get("separate_reduce") or changes.get("subgroup_size") is not None:
-            self.barrier(doing=doing)  # before a process group is created, which ranks that miss would wait for in vain
         # Raises for options that are illegal, and creates process groups, before anything changes.
         self.runtime.communicator.collectives.of_axis(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)

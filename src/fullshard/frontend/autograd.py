@@ -11,7 +11,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.core.parameter_alias import replacement_of
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
-from fullshard.core.unit import owner_of
+from fullshard.core.unit import Unit, owner_of
 from fullshard.errors import StateError
 
 
@@ -76,7 +76,8 @@ def grad(
     before_unsharded = [one.grad for one in unsharded]
     units = [unit for parameter in logical_parameters(listed) if (unit := owner_of(parameter)) is not None]
     runtimes = dict.fromkeys(unit.runtime for unit in units)
-    every = [parameter.sharded for runtime in runtimes for unit in runtime.all_units() for parameter in unit.parameters]
+    others = [unit for runtime in runtimes for unit in runtime.all_units() if not _has_earlier_gradients(unit)]
+    every = [parameter.sharded for unit in others for parameter in unit.parameters]
     without = [tensor for tensor in every if tensor.grad is None]
     for tensor in listed:
         tensor.grad = None
@@ -103,6 +104,12 @@ def grad(
             what = f"parameter '{name}'" if name else f"the input of shape {tuple(tensor.shape)}"
             raise StateError(f"grad(): {what} was not used by any rank. Pass allow_unused=True to get None for it.")
     return tuple(found)
+
+
+def _has_earlier_gradients(unit: Unit) -> bool:
+    """Return True if gradients of earlier backwards are not in `.grad` yet, which any later backward may set."""
+    kept = any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups)
+    return kept or unit.runtime.reducer.is_undelivered(unit)
 
 
 def _gathered_uses(parameter: ShardedParameter) -> list[Tensor]:

@@ -177,7 +177,11 @@ class Method:
             return self._call(module, *args, **kwargs)
         hooks = ForwardHooks(unit)
         with unit.progress.in_method():
-            changed = hooks.before(module, args, kwargs)
+            try:
+                changed = hooks.before(module, args, kwargs)
+            except BaseException:
+                hooks.after(module, args, None)
+                raise
             args, kwargs = (args, kwargs) if changed is None else changed
             with unshard_on_read(module) as lazy:
                 try:

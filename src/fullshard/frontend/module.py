@@ -52,13 +52,14 @@ class UnshardHandle:
         Raises:
             StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
         """
-        unit, self._unit = self._unit, None
+        unit = self._unit
         if unit is not None:
             if not unit.runtime.scheduler.knows(unit.number):
                 raise StateError(
                     f"Unit '{unit.name}' was undone before wait() of its unshard(). Unshard it again, or drop wait()."
                 )
             recovered(unit).ensure_unsharded()
+            self._unit = None
 
 
 class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[misc]
@@ -342,6 +343,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         for unit, _, size in parsed:
             if size != unit.options.subgroup_size:
                 unit.check_rebuildable(doing=doing)
+        _meet([unit for unit, _, size in parsed if size not in (None, unit.options.subgroup_size)], doing)
         for unit, policy, size in parsed:
             if size == unit.options.subgroup_size:
                 unit.configure(keep_after_forward=policy)
@@ -416,7 +418,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Set the factor to divide reduced gradients by, instead of the number of ranks that contribute to them.
 
         Args:
-            factor: a finite number above 0; None restores the number of ranks.
+            factor: a finite number above 0, equal on all ranks; None restores the number of ranks.
             recurse: True applies to all units at and below this module, False to this unit only (the default, as in FSDP2).
 
         Raises:
@@ -427,7 +429,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
         for unit in units_of(self, check_bool("recurse", recurse)):
             unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
-            unit.log_write(f"set_gradient_divide_factor({factor})")  # so that ranks with other factors raise
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether gradients of this unit are reduced with the op SUM and scaled afterwards, also where a backend has AVG.
@@ -491,6 +492,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         units = units_of(self, check_bool("recurse", recurse))
         for unit in units:
             unit.check_rebuildable(doing=doing)
+        _meet(units if separate else [], doing)
         for unit in units:
             unit.reconfigure(doing=doing, separate_reduce=separate)
 
@@ -857,8 +859,9 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
     for unit in units_of(module, True):
         if unit.runtime.reducer.is_undelivered(unit):
             unit.runtime.reducer.discard(unit)
+        shows_full = unit.shows_full
         for parameter in unit.parameters:
-            if unit.shows_full:
+            if shows_full:
                 discard_gradient(parameter, set_to_none=set_to_none)
             elif parameter.unsharded is not None:
                 parameter.unsharded.grad = None  # of a backward while the caller had unsharded it by hand
@@ -873,6 +876,12 @@ def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
 
 def _module(module: Any) -> nn.Module:
     return module
+
+
+def _meet(units: Sequence[Unit], doing: str) -> None:
+    """Wait for all ranks of these units before `doing` creates process groups, which all of them must do. Collective."""
+    for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
+        unit.barrier(doing=doing)
 
 
 def _prefetch_numbers(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:

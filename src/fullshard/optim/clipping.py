@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import SimpleNamespace
@@ -88,10 +89,12 @@ class _Gradients:
     Attributes:
         parts: local gradient tensors, each with its norm groups.
         units: a unit for each tuple of process groups that units are sharded over. Its communicator runs the all-reduce.
+        counts: number of given parameters of units that are sharded over these process groups.
     """
 
     def __init__(self, parameters: Sequence[Tensor], logical: Sequence[ShardedParameter]) -> None:
         self.units: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
+        self.counts: Counter[tuple[dist.ProcessGroup | None, ...]] = Counter()
         self.parts: list[tuple[NormGroups, Tensor]] = []
         by_owner: dict[Any, list[ShardedParameter]] = {}
         for parameter in logical:
@@ -101,6 +104,7 @@ class _Gradients:
             unit, group = (None, None) if owner is None else (owner.unit, owner.group)
             if unit is not None:
                 self.units.setdefault((unit.axis.group,), unit)
+                self.counts[unit.axis.group,] += len(members)
             # The flat gradient contains the gradients of the whole group, also of parameters that are not to be clipped.
             if group is not None and len(set(members)) == len(group.parameters):
                 norm_groups, gradient = _common_norm_groups(group), flat_gradient(group)
@@ -119,13 +123,19 @@ class _Gradients:
                 self.parts.append((_norm_groups(tensor.grad), to_local(tensor.grad)))
 
 
-def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], units: Any, call: str, *, maximum: bool) -> None:
+def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], grads: _Gradients | None, call: str, *, maximum: bool) -> None:
     """All-reduce `part` over `groups`: through the communicator of a unit with these groups, if any, so that it is logged.
 
-    `call`: the name of the call with those arguments that must be equal on all ranks.
+    Args:
+        part: the tensor.
+        groups: the process groups.
+        grads: the gradients to clip, with their units; None to reduce without a log.
+        call: the name of the call with those arguments that must be equal on all ranks.
+        maximum: True for the maximum, False for the sum.
     """
-    unit: Unit | None = units.get(groups)
-    if unit is not None:
+    unit = None if grads is None else grads.units.get(groups)
+    if unit is not None and grads is not None:
+        call = f"{call} of {grads.counts[groups]} parameters"
         communicator = unit.runtime.communicator
         fingerprints = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
         return communicator.all_reduce(unit.axis, fingerprints, call, part, maximum=maximum)
@@ -184,7 +194,7 @@ def clip_grad_norm_(
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device
         raise ValueError(f"clip_grad_norm_ takes a max_norm >= 0, got {max_norm!r}.")
     limit = max_norm if isinstance(max_norm, (int, float)) else "a tensor"
-    total = _total_norm(grads.parts, power, grads.units, f"clip_grad_norm_({limit}, {power}) of {len(sharded)} parameters")
+    total = _total_norm(grads.parts, power, grads, f"clip_grad_norm_({limit}, {power})")
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"The gradients cannot be clipped to {max_norm}: their norm over all ranks is {total.item()}.")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -204,14 +214,19 @@ def _check_not_partial(caller: str, tensor: Tensor) -> None:
 
 
 def _total_norm(
-    parts: Sequence[tuple[NormGroups, Tensor]], power: float, units: Any, call: str, *, singly: bool = False
+    parts: Sequence[tuple[NormGroups, Tensor]],
+    power: float,
+    grads: _Gradients | None,
+    call: str,
+    *,
+    singly: bool = False,
 ) -> Tensor:
     """Return the norm of `parts` over all ranks, each element counted once, on the device of the first part.
 
     Args:
         parts: local gradient tensors, each with its norm groups.
         power: the p of the p-norm.
-        units: as in `_Gradients`.
+        grads: as in `_reduce`.
         call: as in `_reduce`.
         singly: True computes one norm after the other, without foreach operations.
     """
@@ -232,7 +247,7 @@ def _total_norm(
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         # The all-reduce needs a tensor on the device type of the process group's backend.
         part = part.to(device if device_type is None or device_type == device.type else device_type)
-        _reduce(part, groups, units, call, maximum=power == torch.inf)
+        _reduce(part, groups, grads, call, maximum=power == torch.inf)
         sums.append(part.to(device))
     return torch.stack(sums).max() if power == torch.inf else torch.stack(sums).sum().pow(1.0 / power)
 
@@ -278,7 +293,7 @@ def _torch_total_norm(
     for tensor in listed:
         _check_not_partial("torch.nn.utils.get_total_norm", tensor)
     parts = [(_norm_groups(tensor), to_local(tensor)) for tensor in listed]
-    total = _total_norm(parts, power, {}, "get_total_norm()", singly=foreach is False)
+    total = _total_norm(parts, power, None, "get_total_norm()", singly=foreach is False)
     original([total], 1.0, error_if_nonfinite, False)  # raises torch's own error if the norm is not finite
     return total
 

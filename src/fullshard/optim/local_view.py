@@ -11,19 +11,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters
 from fullshard.errors import StateError
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
-from fullshard.optim.muon import is_muon
 from fullshard.optim.step_wrapper import wrap_step
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 _VIEW = "_fullshard_local_view"  # attribute of an optimizer: its _LocalView
+
+_NOT_ELEMENT_WISE: dict[type[Optimizer], str] = {
+    Muon: "It needs no view",
+    Adafactor: "Call fullshard.whole_view()",
+    LBFGS: "Without a view it steps DTensors",
+}
 
 
 def local_view(optimizer: OptimizerT) -> OptimizerT:
@@ -59,10 +64,11 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
         )
     if _VIEW in optimizer.__dict__ or is_element_wise(optimizer):
         return optimizer
-    if inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim"):
-        name = type(optimizer).__name__
-        remedy = "It needs no view" if is_muon(optimizer) else "Call fullshard.whole_view(), unless it combines parameters"
-        raise ValueError(f"{name} is not element-wise: each rank would compute with its own rows only. {remedy}.")
+    for cls, remedy in _NOT_ELEMENT_WISE.items():
+        if isinstance(optimizer, cls) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(cls.step):
+            raise ValueError(
+                f"{type(optimizer).__name__} is not element-wise: each rank would compute with its own rows only. {remedy}."
+            )
     view = _LocalView()
     wrap_step(optimizer, view.step, caller="local_view")
     optimizer.__dict__[_VIEW] = view

@@ -285,9 +285,10 @@ def _check_whole_matrices(optimizer: torch.optim.Optimizer, sharded: Sequence[Sh
         StateError: before the step has counted itself, or made states.
     """
     is_adafactor = isinstance(optimizer, torch.optim.Adafactor) and not (has_whole_view(optimizer) or is_viewed(optimizer))
-    if is_adafactor and sharded and inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adafactor.step):
+    matrix = next((one for one in sharded if one.sharded.ndim > 1), None) if is_adafactor else None
+    if matrix is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adafactor.step):
         raise StateError(
-            f"{type(optimizer).__name__}.step(): parameter '{sharded[0].name}' is sharded, and Adafactor computes with whole "
+            f"{type(optimizer).__name__}.step(): parameter '{matrix.name}' is sharded, and Adafactor computes with whole "
             "matrices. Call fullshard.whole_view(optimizer) once, before the first step: each rank then steps the parameters "
             "that it owns, whole."
         )

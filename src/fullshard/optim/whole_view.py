@@ -127,8 +127,10 @@ def has_whole_view(optimizer: Optimizer) -> bool:
 
 def _refuse_full_state_dict(optimizer: Optimizer) -> None:
     """Raise StateError if torch gathers a full state dict: it takes plain tensors for replicas, and would lose most states."""
+    if not _torch.full_state_dict_is_requested():
+        return
     every = logical_parameters(parameter for group in optimizer.param_groups for parameter in group["params"])
-    if _torch.full_state_dict_is_requested() and any(one.spec.mesh.size() > 1 for one in every):
+    if any(one.spec.mesh.size() > 1 for one in every):
         raise StateError(
             f"get_optimizer_state_dict(full_state_dict=True): under whole_view the states of {type(optimizer).__name__} are on "
             "the owners of their parameters, and the result would have those of one rank. Call it without full_state_dict, and "

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import BackwardHook, ParamGroup, ShardedParameter, Unit, all_gather_full, units_of, write_unsharded
+from fullshard.core import (
+    BackwardHook,
+    ParamGroup,
+    ShardAxis,
+    ShardedParameter,
+    Unit,
+    all_gather_full,
+    units_of,
+    write_unsharded,
+)
 from fullshard.errors import StateError, check_bool
 
 
@@ -75,7 +84,7 @@ def full_params(
         unit.reshard(doing="full_params()")
         unit.refresh()
     # No rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
-    for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
+    for unit in units[:1]:
         _check_equal_options(unit, units, (write, rank0_only, grads, dtype))
     installed: list[_Installed] = []
     before = [_shard_state(unit, grads=grads) for unit in units]
@@ -110,14 +119,18 @@ def full_params(
 
 
 def _check_equal_options(unit: Unit, units: Sequence[Unit], options: tuple[object, ...]) -> None:
-    """Raise ValueError on all ranks of a unit's axis if they have other options, or gradients of other parameters. Collective.
+    """Raise ValueError on all ranks if they have other options, or gradients of other parameters. Collective.
 
     Each rank would send something else: one its gradient, another one the next parameter.
     """
     grads = options[2]
-    mine = [parameter for other in units if other.axis.key == unit.axis.key for parameter in other.parameters]
-    has_grad = [grads and parameter.sharded.grad is not None for parameter in mine]
-    if not unit.agreement("full_params()").all_equal(repr((options, has_grad)).encode()):
+    by_axis: dict[object, tuple[ShardAxis, list[bool]]] = {(own := unit.axis.transport).key: (own, [])}
+    for parameter in (parameter for other in units for parameter in other.parameters):
+        axis = parameter.sharding.axis.transport
+        has_grad = bool(grads) and parameter.sharded.grad is not None
+        by_axis.setdefault(axis.key, (axis, []))[1].append(has_grad)
+    contents = [(axis, repr((options, found)).encode()) for axis, found in by_axis.values()]
+    if not unit.agreement("full_params()").equal_on_axes(contents):
         raise ValueError(
             "full_params(): write, rank0_only, grads or dtype differs between ranks or, with grads=True, the ranks have "
             "gradients of different parameters. Pass the same on all ranks, and set the same gradients to None."

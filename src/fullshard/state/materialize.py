@@ -72,11 +72,8 @@ def materialize(
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device
     agreement, others = units[0].agreement("materialize()"), _other_axes(units)
-    for one in (agreement, *map(agreement.on_axis, others)):
-        if not one.all_equal(repr(seed).encode()):
-            raise ValueError(
-                f"materialize(): seed differs between ranks, got {seed!r} on this one. Pass the same on all ranks."
-            )
+    if not agreement.equal_on_axes([(axis, repr(seed).encode()) for axis in (units[0].axis, *others)]):
+        raise ValueError(f"materialize(): seed differs between ranks, got {seed!r} on this one. Pass the same on all ranks.")
     if seed is None:
         seed = common_seed(agreement, others)
     groups = [group for unit in units for group in unit.groups]
