@@ -175,13 +175,13 @@ def mesh_of(replicas: int) -> DeviceMesh:
 @contextmanager
 def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
     """A block in which the shards of CPUOffloadPolicy are in the host's memory, which is the same kind of tensor here."""
-    bind, storage_of, reduction = ParamGroup._bind, Unit._storage, Reduction.__init__
+    copy_shards, storage_of, reduction = ParamGroup._copy_shards, Unit._storage, Reduction.__init__
 
-    def binding(group: Any, values: Any, unwritten: Any) -> Tensor:
-        flat = bind(group, values, unwritten)
+    def copying(group: Any, values: Any, unwritten: Any) -> tuple[Tensor, list[Tensor]]:
+        flat, shards = copy_shards(group, values, unwritten)
         if group.storage.host and flat.numel():
             detector.mark(flat, Home.PINNED if pinned else Home.HOST)
-        return flat
+        return flat, shards
 
     def reducing(self: Any, *args: Any, **options: Any) -> None:
         reduction(self, *args, **options)
@@ -199,7 +199,7 @@ def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
 
     with ExitStack() as entered:
         for target, name, value in (
-            (ParamGroup, "_bind", binding),
+            (ParamGroup, "_copy_shards", copying),
             (Unit, "_storage", lambda unit, packed: replace(storage_of(unit, packed), pinned=pinned)),
             (Reduction, "__init__", reducing),
             (_torch, "process_group_memory", allocating),
