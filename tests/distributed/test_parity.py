@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
-from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
 from fullshard.core import layout
 
 PACKED, DIRECT = CommPolicy(direct_min_bytes=float("inf")), CommPolicy(direct_min_bytes=0)
@@ -342,7 +342,8 @@ def test_a_model_may_be_sharded_loaded_and_run_in_inference_mode(world: World, p
             sharded.to_empty(device="cpu")
         for _ in range(2):
             sharded.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-            sharded.load_state_dict(sharded.state_dict())
+            if _torch.HONOURS_SUBCLASSES:  # torch 2.11 cannot detach a DTensor there
+                sharded.load_state_dict(sharded.state_dict())
             assert_near(sharded(batch(0)), model(batch(0)), "output")
     for each, x in ((sharded, world.mine(batch(1))), (model, batch(1))):
         square(each(x)).backward()
