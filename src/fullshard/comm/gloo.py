@@ -161,7 +161,7 @@ class P2PChannel:
         self._dummy_works: list[dist.Work] = []  # works of the dummy messages of `drain_peer`, kept alive
         self._dummy_tags: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
         self._abandoned: list[Messages | dist.Work] = []  # of the last step that failed; see `forget_answers`
-        self._unheard: set[int] = set()  # ranks in the group of which no message has arrived since
+        self._unheard: set[int] = set()  # ranks in the group, until a message of theirs arrives after that
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> P2PChannel:

@@ -116,10 +116,11 @@ class ForwardHooks:
         except BaseException as failure:
             self._recovery.note_interrupt(failure)
             raise
-        runtime, dtype = unit.runtime, unit.options.mp.param_dtype if unit.options.mp.cast_forward_inputs else None
-        device = runtime.communicator.async_device
-        if device is not None and _torch.current_graph_task() == -1:  # a recomputation moves what the forward moved
-            unit.progress.moves_inputs = runtime.scheduler.outermost() == unit.record.number
+        mp = unit.options.mp
+        dtype = mp.param_dtype if mp.cast_forward_inputs else None
+        device = unit.runtime.communicator.async_device
+        if device is not None and _torch.current_graph_task() == -1:  # a recomputation does what the forward did
+            unit.progress.moves_inputs = unit.runtime.scheduler.outermost() == unit.record.number
         if device is not None and unit.progress.moves_inputs:
             args, kwargs = move_tensors(args, device), move_tensors(kwargs, device)
         elif dtype is None:

@@ -43,8 +43,8 @@ _MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may be sent
 class PendingChecks:
     """Checks of one unit that are due before its next forward, or its next all-gather."""
 
-    lint: bool = True  # what was added to the modules
-    strays: bool = False  # parameters that no unit reduces: left over for a forward with gradients
+    lint: bool = True  # added parameters and modules
+    strays: bool = False  # parameters that no unit reduces, in the next forward with gradients
     remarks: bool = True  # waste in the model, if the unit is the outermost one
     names: bool = True  # names and paths of the units below, if the unit is the outermost one
     gathers: bool = True  # how each parameter is all-gathered

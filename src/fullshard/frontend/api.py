@@ -385,7 +385,7 @@ def _check_or_sync_values(found: _Inspection, agreement: Agreement, options: Uni
         explicit, grad_dtype = _torch.grad_dtype_of(ref.parameter)
         name = f"'{ref.name}'{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
         named.append((name if sharding.dim == 0 else f"{name} sharded along dim {sharding.dim}", ref.parameter))
-    # Those that decide which collectives this call and later ones start; each all-gather compares other options.
+    # These options decide which collectives start. Each all-gather compares the other options.
     compared = f"sync={how!r}, buffers={options.buffers!r}, reshard_after_forward={options.subgroup_size}"
     wrong = find_unequal_arguments(named, compared, agreement)
     if wrong is not None:
