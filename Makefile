@@ -43,7 +43,7 @@ finetune: $(CLIENTS)/.ready  ## load, fine-tune and save a tiny model of transfo
 	echo "== fine-tuning on $$ranks processes; half a minute on two cores"; \
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/finetune_hf.py $(FINETUNE)
 
-test: $(READY)  ## run the tests in two pytest workers; repeated tests run a part of their cases, another part each day
+test: $(READY)  ## run the tests in two pytest workers; repeated tests run a part of their cases, which follows from the commit
 	@echo "== running the tests in two pytest workers; make test-all runs every case"
 	@$(PYTHON) -m pytest $(LANES)
 

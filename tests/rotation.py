@@ -1,13 +1,15 @@
-"""Which cases of a test that repeats itself run: `make test` takes a part, another one each day, `make test-all` takes all.
+"""Which cases of a test that repeats itself run: `make test` takes a part that follows from the commit, `make test-all` takes all.
 
 FULLSHARD_TESTS says otherwise: `all`, or `part:3`, as the end of a run shows it, to repeat that part.
 """
 
 from __future__ import annotations
 
-import datetime
+import functools
 import os
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, seed, settings
@@ -17,9 +19,19 @@ PARTS = 8
 T = TypeVar("T")
 
 
+@functools.cache
+def part_of_commit() -> int:
+    """The part of the tree of files that is checked out, so that a commit is green or red on every day; 0 without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD^{tree}"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout, 16) % PARTS
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+
+
 def part() -> int | None:
     """The part that runs, from 0; None for all. Raises ValueError for a FULLSHARD_TESTS that is neither."""
-    told = os.environ.get("FULLSHARD_TESTS", f"part:{datetime.date.today().toordinal() % PARTS}")
+    told = os.environ.get("FULLSHARD_TESTS", f"part:{part_of_commit()}")
     if told == "all":
         return None
     kind, _, number = told.partition(":")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import rotation
 
@@ -18,6 +21,35 @@ def test_the_parts_together_are_all_cases(monkeypatch: pytest.MonkeyPatch, count
     assert found == set(range(count))
     monkeypatch.setenv("FULLSHARD_TESTS", "all")
     assert rotation.share(range(count)) == list(range(count)) and rotation.share_of(count) == count
+
+
+def test_the_part_follows_from_the_commit_and_is_fixed_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def part() -> int | None:
+        rotation.part_of_commit.cache_clear()
+        return rotation.part()
+
+    monkeypatch.delenv("FULLSHARD_TESTS", raising=False)
+    monkeypatch.setattr(rotation, "__file__", str(tmp_path / "rotation.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert part() == 0, "no repository"
+    git("init")
+    parts = set()
+    for number in range(4):
+        (tmp_path / "file").write_text(f"{number}")
+        git("add", "file")
+        git("commit", "-m", "one")
+        committed = part()
+        git("commit", "--amend", "--date", "2001-01-01T00:00:00", "-m", "the same files, at another time")
+        assert part() == committed
+        parts.add(committed)
+    assert len(parts) > 1
+    monkeypatch.setenv("PATH", "")
+    assert part() == 0, "no git"
+    rotation.part_of_commit.cache_clear()
 
 
 @pytest.mark.parametrize("told", ["", "some", "part:8", "part:-1", "part:x"])
