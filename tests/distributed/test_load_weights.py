@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 from checkpoints import CUTS, Net, check, check_told, counted, loaded, noted, saved, sharded, values, write, written
 from harness import World, ranks
+from models import full
 from rotation import share_of
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fullshard
 from fullshard import _torch, counting
+from fullshard.compat import FullyShardedDataParallel
 from fullshard.core.unit import Unit
 from fullshard.weights.loading import load_weights
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Transpose
@@ -488,6 +491,46 @@ def test_buffers_below_activation_checkpointing_are_filled(world: World) -> None
     report = fullshard.load_weights(model, directory, buffers=lambda: nn.Sequential(checkpoint_wrapper(WithTable())))
     assert report.unwritten == ()
     assert next(buffer for _, buffer in model.named_buffers()).tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("wrapper", ["compiled blocks", "compiled", "FSDP1"])
+@ranks(2)
+def test_names_are_those_of_the_plain_model_whatever_wraps_its_modules(world: World, wrapper: str) -> None:
+    """Files, iter_full() and EMA had names with `_orig_mod` and `_fsdp_wrapped_module`, and no plain checkpoint fitted."""
+
+    def build(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(WithTable(), WithTable())
+
+    def wrapped() -> Any:
+        model = build(1)
+        if wrapper == "FSDP1":
+            return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy([WithTable]), use_orig_params=True)
+        if wrapper == "compiled blocks":
+            model[0] = compiled(model[0])
+        fullshard.fully_shard(model[0], mesh=world.mesh)
+        fullshard.fully_shard(model, mesh=world.mesh)
+        return compiled(model) if wrapper == "compiled" else model
+
+    plain = fullshard.fully_shard(build(), mesh=world.mesh)
+    names = [name for name, _ in plain.named_parameters()]
+    directory, again = world.folder("plain"), world.folder("again")
+    fullshard.save_weights(plain, directory)
+    model = wrapped()
+    assert [name for name, _ in fullshard.iter_full(model)] == names
+    assert list(fullshard.EMA(model, 0.9).values()) == names
+    with torch.device("cpu" if wrapper == "FSDP1" else "meta"):  # a meta model has no values of its own
+        model = wrapped()
+    assert fullshard.load_weights(model, directory, buffers=build).unwritten == ()
+    fullshard.save_weights(model, again, key_map=[Rename("^0", "first")])
+    fullshard.load_weights(model, again, key_map=[Rename("^first", "0")])
+    assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+    assert all(torch.equal(full(one), full(other)) for one, other in zip(model.parameters(), plain.parameters()))
+    assert all(buffer.tolist() == [1.0, 3.0, 5.0, 7.0] for buffer in model.buffers())
 
 
 @ranks(2)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor, nn
 
+from fullshard.core import clean_name
 from fullshard.state.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
-from fullshard.weights.targets import WRAPPED
 
 
 def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> dict[str, Tensor]:
@@ -34,8 +34,8 @@ def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> di
         raise ValueError(f"buffers() fails under torch.device('meta'): {type(failure).__name__}: {failure}") from failure
     if not isinstance(made, nn.Module):
         raise ValueError(f"buffers() must return the newly built model, got a {type(made).__name__}.")
-    known = {name.replace(WRAPPED, ""): known.value() for name, known in values_of_buffers(made, values).items()}
-    expected = {name.replace(WRAPPED, ""): buffer for name, buffer in model.named_buffers()}
+    known = {clean_name(name): known.value() for name, known in values_of_buffers(made, values).items()}
+    expected = {clean_name(name): buffer for name, buffer in model.named_buffers()}
     found = {name: value for name, value in known.items() if value is not None and name in expected}
     for name, value in found.items():
         if value.shape != expected[name].shape:
@@ -49,7 +49,7 @@ def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container
     """Copy values into the buffers in `names` for which `found` has a value, and return the names of these buffers."""
     filled: set[str] = set()
     with torch.no_grad():
-        for name, buffer in ((name.replace(WRAPPED, ""), buffer) for name, buffer in model.named_buffers()):
+        for name, buffer in ((clean_name(name), buffer) for name, buffer in model.named_buffers()):
             if name in names and name in found:
                 buffer.copy_(found[name])
                 filled.add(name)

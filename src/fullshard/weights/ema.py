@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamGroup, Unit, units_of, values_of
+from fullshard.core import ParamGroup, Unit, clean_name, units_of, values_of
 from fullshard.errors import StateError, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
@@ -107,7 +107,7 @@ class EMA:
         ]
         self._plain = {entry.names[0]: entry.local.to(dtype=dtype, device=self._device, copy=True) for entry in plain}
         self._slots = [(entry.names[0], *slots[id(entry.plain)]) for entry in plain]
-        self._names = [name for name, _ in model.named_parameters()]
+        self._names = [clean_name(name) for name, _ in model.named_parameters()]
         self._swapped = 0  # number of swapped() blocks that are open
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -153,7 +153,7 @@ class EMA:
     def _check_same_parameters(self, doing: str) -> None:
         """Raise StateError naming a parameter if parameters were added or removed, or if the model was unsharded by undo()."""
         if sum(1 for _ in self._model.parameters()) != len(self._names):
-            names = [name for name, _ in self._model.named_parameters()]
+            names = [clean_name(name) for name, _ in self._model.named_parameters()]
             added = next((name for name in names if name not in set(self._names)), None)
             gone = next((name for name in self._names if name not in set(names)), "a parameter")
             change = f"'{gone}' was removed" if added is None else f"'{added}' was added"

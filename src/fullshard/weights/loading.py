@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import Agreement, forget_writes
+from fullshard.core import Agreement, clean_name, forget_writes
 from fullshard.errors import check_int, warn_once
 from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
 from fullshard.weights.background import join_saves
@@ -41,7 +41,7 @@ from fullshard.weights.progress import Progress, check_progress, with_total
 from fullshard.weights.reading import Read, Reader, offset_of_row
 from fullshard.weights.rounds import Round
 from fullshard.weights.staging import StagingBuffer, batches
-from fullshard.weights.targets import WRAPPED, ModelEntry, ModelTensors, reshard_for, tensors_of
+from fullshard.weights.targets import ModelEntry, ModelTensors, reshard_for, tensors_of
 from fullshard.weights.texts import nearest
 
 Replicas = Literal["auto", "read"]
@@ -203,7 +203,7 @@ def load_weights(
             torch.autograd.graph.increment_version(plain)
     written = _ids([one for one in tensors.entries if one.names[0] not in match.missing])
     filled = fill_buffers(model, built, unwritten)
-    written |= {id(buffer) for name, buffer in model.named_buffers() if name.replace(WRAPPED, "") in filled}
+    written |= {id(buffer) for name, buffer in model.named_buffers() if clean_name(name) in filled}
     fresh.mark_remaining(written)
     return Loaded(
         bytes_read=load.reader.read,
@@ -234,7 +234,7 @@ def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> lis
     """
     read = {name for entry, _ in match.found for name in entry.names}
     tensors = (*model.named_parameters(), *model.named_buffers())
-    named = ((name.replace(WRAPPED, ""), tensor) for name, tensor in tensors)
+    named = ((clean_name(name), tensor) for name, tensor in tensors)
     return [
         name
         for name, one in named

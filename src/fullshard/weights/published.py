@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
+from fullshard.core import clean_name
 from fullshard.weights.rules import Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
 
 
@@ -79,7 +80,7 @@ def _conversions(model: nn.Module, *, legacy: bool) -> tuple[Any, list[Any]]:
 
 def _adjust_prefix(model: Any) -> Callable[[str], str]:
     """Return a function that removes the base model's prefix from a name, or adds it, if that gives a name of the model."""
-    prefix, model_names = model.base_model_prefix, set(model.state_dict())
+    prefix, model_names = model.base_model_prefix, set(map(clean_name, model.state_dict()))
 
     def name_of(name: str) -> str:
         if prefix and name not in model_names:

@@ -18,6 +18,7 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     UnitName,
+    clean_name,
     logical_parameters,
     resolve_mesh,
     units_of,
@@ -25,8 +26,6 @@ from fullshard.core import (
 from fullshard.errors import StateError
 from fullshard.weights.boxes import Box
 from fullshard.weights.shard_map import ModelTensor, ShardMap
-
-WRAPPED = "_checkpoint_wrapped_module."  # prefix of torch's activation checkpointing in names, which state dicts omit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +158,7 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in _named(model):
-        names.setdefault(id(tensor), []).append(name.replace(WRAPPED, ""))
+        names.setdefault(id(tensor), []).append(clean_name(name))
         tensors[id(tensor)] = tensor
     known: dict[object, ShardMap] = {}
     unsharded = {id(p.unsharded): p for unit in units for p in unit.parameters if p.unsharded is not None}
@@ -264,7 +263,6 @@ def _axes_in(mesh: DeviceMesh, full_mesh: DeviceMesh) -> list[int]:
 
 
 __all__ = [
-    "WRAPPED",
     "ModelEntry",
     "ModelTensors",
     "from_first_rank",
