@@ -493,7 +493,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradients", "hidden", "added", "marks")
+LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradients", "added", "marks")
 
 
 class LintWarning(UserWarning):
@@ -523,9 +523,9 @@ class CheckPolicy:
         silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "large" (a unit is
             far larger than the others), "padding" (more than a tenth is padding), "ignored" (a trainable parameter that
             nothing reduces), "prefetch" (prefetches often miss), "optimizer" (an optimizer steps plain parameters beside
-            sharded ones), "gradients" (the first optimizer step finds no gradients), "hidden" (an output that the search for
-            tensors does not find), "marks" (several backwards of a step reduce under `ZERO1` or `HFSDP`), and "added", which
-            is an error: trainable parameters were added to a unit after fully_shard, and the caller reduces their gradients.
+            sharded ones), "gradients" (the first optimizer step finds no gradients), "marks" (several backwards of a step
+            reduce under `ZERO1` or `HFSDP`), and "added", which is an error: trainable parameters were added to a unit after
+            fully_shard, and the caller reduces their gradients.
 
     Raises:
         ValueError: if a name is unknown, or a number has the wrong type or is below its minimum.

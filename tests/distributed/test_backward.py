@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import expecttest
 import pytest
@@ -17,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.autograd import grad as early_grad
 
 import fullshard
-from fullshard import ZERO2, ZERO3, StateError, _torch, errors, fully_shard
+from fullshard import ZERO2, ZERO3, MixedPrecisionPolicy, StateError, _torch, fully_shard
 
 
 class Texts(expecttest.TestCase):
@@ -28,18 +27,6 @@ def text_of(fn: Callable[[], Any], error: type[Exception] = StateError) -> str:
     with pytest.raises(error) as caught:
         fn()
     return str(caught.value)
-
-
-class Hides(nn.Module):
-    """Returns its output where no search finds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Callable[[], Tensor]:
-        y = self.linear(x)
-        return lambda: y
 
 
 @ranks(2)
@@ -74,70 +61,58 @@ def test_gradients_as_values_count_gathered_parameters_and_run_no_hooks(world: W
         fullshard.grad(square(model(x)), [model[0].bias, model[0].weight])
 
 
+class Cache:
+    """An output of a class that is no pytree. `looked` has the names of the attributes that something read."""
+
+    looked: ClassVar[list[str]] = []
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+        self.dataset = [{"rows": list(range(1000))}]
+
+    def __getattribute__(self, name: str) -> Any:
+        Cache.looked.append(name)
+        return super().__getattribute__(name)
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Cache:
+        return Cache(torch.tanh(self.linear(x)))
+
+
 @pytest.mark.proves("17a")
 @ranks(1, 2)
-def test_an_output_in_a_closure_is_found_at_forward_and_named(world: World) -> None:
-    """Elsewhere its backward dies of a storage of size 0 that belongs to nobody, or its gradients are never reduced. Here it is
-    said at forward, once, and where the parameters stay, the backward is right."""
-    fails = (
-        "all the same: a backward through it fails if {}. Return the tensor itself, or in a list, dict, dataclass or attribute"
-    )
-    for reshard in (None, True, False):
-        errors._SAID.clear()
-        plain = Hides()
-        states = ZERO2 if reshard is None else ZERO3
-        model = fully_shard(copy.deepcopy(plain), mesh=world.mesh, reshard_after_forward=reshard, states=states)
-        for again in (False, True):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                square(model(world.mine(batch(0)))()).backward() if not reshard else model(world.mine(batch(0)))
-            said = [str(w.message) for w in caught if issubclass(w.category, fullshard.LintWarning)]
-            assert len(said) == (0 if again else 1)
-            if again:
-                continue
-            (text,) = said
-            if not reshard:
-                first = "another backward ends first, which frees the parameters"
-                assert text.endswith(
-                    fails.format("an optimizer step and another forward come first" if states == ZERO2 else first)
-                )
-                continue
-            Texts().assertExpectedInline(
-                text,
-                """the forward of unit 'Hides' returned a function in which no tensor with a graph is found, but a graph leads to its parameter 'linear.weight' all the same: a backward through it starts no all-gather of the parameters. Return the tensor itself, or in a list, dict, dataclass or attribute, or keep the parameters with reshard_after_forward=False""",
-            )
-    for _ in range(2):
-        square(plain(batch(0))()).backward()
-    assert_same_grads(model, plain)
-    with torch.no_grad():
-        model(torch.ones(2, 5))  # nothing hangs on this one
+def test_outputs_that_are_no_pytrees_are_not_searched_and_their_backward_raises_in_torch(world: World) -> None:
+    mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(Caching(), mesh=world.mesh, reshard_after_forward=True, mp_policy=mp)
+    x = world.mine(batch(0)).requires_grad_()
+    Cache.looked.clear()
+    output = model(x)
+    assert not {"hidden", "dataset", "__dict__"} & set(Cache.looked)
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        square(output.hidden).backward()
 
 
 @ranks(1, 2)
-def test_outputs_without_a_graph_are_no_hidden_outputs(world: World) -> None:
-    class Tokens(nn.Module):
+def test_a_parameter_that_a_kept_unit_returns_gets_its_gradient(world: World) -> None:
+    class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.Linear(5, 5)
+            self.weight, self.unused = nn.Parameter(torch.arange(8.0).view(4, 2)), nn.Parameter(torch.ones(3))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x).argmax(-1)
+        def forward(self) -> dict[str, Tensor]:
+            return {"all": self.weight}
 
-    model = fully_shard(Tokens(), mesh=world.mesh)
-    stack = shard_stack(Stack(), world.mesh)
-    kept = stack(world.mine(batch(0)))  # a graph that is alive, and announces itself
-    for block in stack.blocks:
-        block.register_forward_hook(lambda m, a, o: o.detach())
-    for _ in range(2):
-        model(torch.ones(2, 5))
-        stack(world.mine(batch(0)))
-    assert kept.requires_grad
-    later = shard_stack(Stack(), world.mesh)
-    loss = square(later(world.mine(batch(0))))
-    loss.backward()  # the graph is used up, and its nodes live as long as the loss
-    later.head.register_forward_hook(lambda m, a, o: o.detach())
-    later(world.mine(batch(0)))
-    assert loss.requires_grad
+    plain = Table()
+    model = fully_shard(copy.deepcopy(plain), mesh=world.mesh)
+    for m in (model, plain):
+        m()["all"].square().sum().backward()
+    assert_same_grads(model, plain)
+    assert model.unused.grad is None
 
 
 class Smooth(nn.Module):

@@ -105,7 +105,7 @@ TEXTS = {
     ),
     "unknown option": "fully_shard() got an unexpected keyword argument 'reshard_after_foward'",
     "unknown remark": (
-        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'gradients', 'hidden', 'added', 'marks'), got 'rot'."
+        "CheckPolicy.silence takes names out of ('root', 'large', 'padding', 'ignored', 'prefetch', 'optimizer', 'gradients', 'added', 'marks'), got 'rot'."
     ),
     "no unit": "Linear is not sharded. Call fully_shard() on it first.",
 }

@@ -28,6 +28,7 @@ from models import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, _torch, fully_shard
@@ -394,25 +395,31 @@ class Record:
     extra: dict[str, Any]
 
 
-class Plain:
+@dataclasses.dataclass
+class Linked(Record):
+    parent: Any = None  # as in trees: the record refers to itself
+
+
+class Registered:
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
 
-class Slotted:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
+pytree.register_pytree_node(Registered, lambda one: ([one.hidden], None), lambda values, _: Registered(*values))
 
 
 Named = collections.namedtuple("Named", ["hidden", "other"])
 
 
 @pytest.mark.proves("17a")
-@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "nested", "dataclass", "namedtuple", "object", "slots"])
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "nested", "dataclass", "deep", "linked", "namedtuple", "registered"])
 @ranks(2)
 def test_outputs_may_be_nested_in_anything(world: World, kind: str) -> None:
+    def linked(hidden: Tensor) -> Linked:
+        made = Linked(hidden, {})
+        made.parent = [made]
+        return made
+
     wrap = {
         "list": lambda h: [h],
         "tuple": lambda h: (None, h),
@@ -420,14 +427,16 @@ def test_outputs_may_be_nested_in_anything(world: World, kind: str) -> None:
         "nested": lambda h: {"a": [({"h": h},)]},
         "dataclass": lambda h: Record(h, {}),
         "namedtuple": lambda h: Named(h, 1),
-        "object": lambda h: Plain(h),
-        "slots": lambda h: Slotted(h),
+        "deep": lambda h: [{"a": Record(Record(h, {}), {})}],
+        "linked": linked,
+        "registered": lambda h: Registered(h),
     }[kind]
     unwrap = {
         "list": lambda o: o[0],
         "tuple": lambda o: o[1],
         "dict": lambda o: o["h"],
         "nested": lambda o: o["a"][0][0]["h"],
+        "deep": lambda o: o[0]["a"].hidden.hidden,
     }.get(kind, lambda o: o.hidden)
 
     class Wrapping(nn.Module):

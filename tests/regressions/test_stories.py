@@ -619,25 +619,6 @@ def test_a_list_unit_of_which_only_a_part_ran(world: World) -> None:
 
 
 @ranks(2)
-def test_a_unit_that_returns_its_own_parameter_returns_a_copy(world: World) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
-
-        def forward(self) -> dict[str, Tensor]:
-            return {"all": self.weight, "row": self.weight[1]}
-
-    model = Table()
-    sharded = fully_shard(copy.deepcopy(model), mesh=world.mesh, reshard_after_forward=True)
-    for m in (sharded, model):
-        out = m()
-        assert out["row"].tolist() == [2.0, 3.0]
-        (out["all"].square().sum() + out["row"].sum()).backward()
-    assert_same_grads(sharded, model)
-
-
-@ranks(2)
 def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
     runtime = model._fullshard_unit.runtime

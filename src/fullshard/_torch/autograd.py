@@ -20,7 +20,6 @@ __all__ = [
     "graph_nodes",
     "have_reduction_hooks",
     "in_transform",
-    "is_in_graph",
     "leads_to",
     "on_backward_end",
     "on_differentiation",
@@ -70,18 +69,6 @@ def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], Non
         autograd._engine_run_backward = autograd.graph._engine_run_backward = inner
 
     return undo
-
-
-def is_in_graph(leaf: Tensor) -> bool:
-    """Return True if a live graph leads to `leaf`."""
-    # A leaf refers weakly to the node that accumulates its gradient, and a graph refers to it strongly. Without a graph, the
-    # node is freed with `first`, and the second lookup creates a new node without the metadata.
-    key = "fullshard"
-    first: Any = torch.autograd.graph.get_gradient_edge(leaf).node
-    first.metadata[key] = True
-    del first
-    second: Any = torch.autograd.graph.get_gradient_edge(leaf).node
-    return second.metadata.pop(key, None) is not None
 
 
 def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:

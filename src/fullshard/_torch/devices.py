@@ -20,7 +20,6 @@ __all__ = [
     "device_of",
     "has_aliases",
     "is_capturing",
-    "is_over",
     "on_stream",
     "references",
     "relax_capture_mode",
@@ -138,11 +137,6 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors share a storage; False if `one` is a wrapper subclass, which has no storage."""
     return not isinstance(one, DTensor) and type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
-
-
-def is_over(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Return True if `tensor` is a plain tensor in `storage`. Tensor subclasses may have no storage."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.untyped_storage()._cdata == storage._cdata
 
 
 # --- scaling and copies ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Operators and their schemas, functional collectives, dispatch modes, and dynamo."""
+"""Operators and their schemas, functional collectives, dispatch modes, dynamo, and pytrees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives  # defines operators of `_SENDS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
 
 __all__ = [
     "FakeTensor",
@@ -24,6 +24,7 @@ __all__ = [
     "mark_managed",
     "only_writes",
     "operation_name",
+    "pytree_children",
     "returns_tensors",
     "sends_messages",
     "tree_leaves",
@@ -134,3 +135,14 @@ def mark_managed(module: nn.Module) -> None:
     # may bake a parameter into the graph that fullshard replaces later.
     module._is_fsdp_managed_module = True  # type: ignore[assignment]
     module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+# --- pytrees -----------------------------------------------------------------------------------------------------------------
+
+
+def pytree_children(value: object) -> list[Any] | None:
+    """Return the children of a container whose class is registered as a pytree (one level of it); None for other objects."""
+    # Private: `SUPPORTED_NODES`, the registry. `tree_leaves` walks down to the leaves at once, and dataclasses that are no
+    # pytrees are leaves for it.
+    node = SUPPORTED_NODES.get(type(value))
+    return None if node is None else node.flatten_fn(value)[0]

@@ -24,7 +24,6 @@ class BackwardHook:
     def __init__(self, unit: Unit, call: ForwardCall, *, copied_use: bool = False) -> None:
         self._unit, self._call, self._task, self._reached, self._copied_use = unit, call, -1, False, copied_use
         unit.runtime.scheduler.expect_backward(call)
-        unit.progress.live_graphs += 1
 
     def __call__(self, *_: object) -> None:
         """Enter the unit's backward, before its first node, once per backward."""
@@ -40,7 +39,6 @@ class BackwardHook:
             raise
 
     def __del__(self) -> None:
-        self._unit.progress.live_graphs -= 1
         self._forget()
 
     def _forget(self) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fullshard import _torch
 from fullshard.core import lint
 from fullshard.core.backward import BackwardHook, NodeHooks
-from fullshard.core.late_grads import check_hidden
+from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.meta_init import warn_if_unwritten
 from fullshard.core.replicas import share_buffers
 from fullshard.core.scheduler import ForwardCall, Residency
@@ -26,14 +24,9 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, forget_writes
 from fullshard.core.unit_modules import recovered
-from fullshard.errors import StateError
-
-_DEPTH = 96  # maximum depth of nested containers
-_OBJECT = 6  # containers that a plain object counts as, whose attributes may lead far away
-_OPAQUE = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType)
 
 
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH, *, dataclass_fields: bool = True) -> Any:
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields: bool = True) -> Any:
     """Return `value` with `fn` applied to all tensors in nested lists, tuples and dicts.
 
     With `dataclass_fields`, also in dataclasses. If `fn` changes no tensor, the result is `value` itself, so that outputs keep
@@ -41,9 +34,9 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH,
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if depth == 0 or value is None or isinstance(value, (str, int, float)):
+    if value is None or isinstance(value, (str, int, float)):
         return value
-    inner = partial(map_tensors, fn=fn, depth=depth - 1, dataclass_fields=dataclass_fields)
+    inner = partial(map_tensors, fn=fn, dataclass_fields=dataclass_fields)
     if isinstance(value, PackedSequence):  # whose `batch_sizes` must stay on the CPU
         data, sizes, *indices = value
         changed_parts = [inner(data), *map(inner, indices)]
@@ -75,29 +68,30 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], depth: int = _DEPTH,
     return value
 
 
-def tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, mappings, dataclasses and attributes of plain objects. Visit each object once."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if depth <= 0 or value is None or isinstance(value, _OPAQUE):
-        return
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings, registered pytrees and dataclasses, in order."""
+    seen: dict[int, Any] = {}  # by id; holds the objects, or another one could get the id
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, Tensor):
+            yield one
+        elif id(one) not in seen:
+            seen[id(one)] = one
+            pending += reversed(_children(one))
+
+
+def _children(value: Any) -> Sequence[Any]:
+    children = _torch.pytree_children(value)
+    if children is not None:
+        return children
+    if isinstance(value, (list, tuple)):
+        return value
     if isinstance(value, Mapping):
-        children: Any = list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        children = value
-    else:
-        depth -= _OBJECT - 1
-        children = list(getattr(value, "__dict__", {}).values())
-        for cls in type(value).__mro__:
-            slots = cls.__dict__.get("__slots__", ())
-            children += [getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots)]
-    for child in children:
-        yield from tensors_in(child, depth - 1, seen)
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
 
 
 class ForwardHooks:
@@ -133,14 +127,11 @@ class ForwardHooks:
         # torch calls this hook for a forward that raised, too (`always_call=True`), with None as output.
         failed = output is None and unit.progress.has_raised(module)
         try:
-            output = self._clone_own_parameters(module, output)
             call = unit.post_forward(module, failed=failed)
             if call is not None:
                 has_graph = hook_outputs(unit, call, output)
                 if not failed:
                     unit.progress.output_has_graph = has_graph
-                    if not has_graph:
-                        check_hidden(unit, output)
         except BaseException as failure:
             self._recovery.note_interrupt(failure)
             raise
@@ -151,26 +142,13 @@ class ForwardHooks:
         """Average or broadcast the buffers after a forward that did not raise."""
         share_buffers(self._unit, module, self._unit.runtime.communicator)
 
-    def _clone_own_parameters(self, module: nn.Module, output: Any) -> Any:
-        """Clone outputs that are unsharded parameters of the unit, or views of them, since forward frees their memory."""
-        unit = self._unit
-
-        def copied(tensor: Tensor) -> Tensor:
-            return tensor.clone() if unit.owns_memory_of(tensor) else tensor
-
-        output = map_tensors(output, copied)
-        if not isinstance(output, Tensor) and any(unit.owns_memory_of(tensor) for tensor in tensors_in(output)):
-            raise StateError(
-                f"Unit '{unit.name}' returns a {type(output).__name__} with one of its unsharded parameters, which is freed "
-                "after forward. Return a clone() of the parameter."
-            )
-        return output
-
 
 def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     """Hook the graph of `output`, to notify the runtime when the backward of `call` begins. Return True if there is a graph."""
     hook: BackwardHook | None = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+        if tensor.is_leaf and tensor.requires_grad:  # a parameter, kept after forward: no node leads to its gradient
+            hook_late_grads(unit)
         for node in _torch.graph_nodes(tensor):
             if node is not None:
                 hook = hook or BackwardHook(unit, call)

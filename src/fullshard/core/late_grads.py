@@ -1,17 +1,11 @@
-"""Gradients that arrive without a hook on an output: second backwards, and outputs that hide their graph."""
+"""Gradients that arrive without a hook on a graph: second backwards, and parameters that a forward returns."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-
-from fullshard import _torch
-from fullshard.core.scheduler import KeepAfterForward
-from fullshard.errors import warn_once
-from fullshard.policies import LintWarning
 
 if TYPE_CHECKING:
     from fullshard.core.unit import Unit
@@ -40,9 +34,9 @@ class LateGradHook:
 
 
 def hook_late_grads(unit: Unit) -> None:
-    """Hook the unsharded parameters, for gradients that pass no hook of an output.
+    """Hook the unsharded parameters, for gradients that pass no hook on a graph.
 
-    These come from a second backward through the graph of the first one, or through an output that hides its graph.
+    These come from a second backward through the graph of the first one, or from a loss of a returned parameter itself.
     """
     for parameter in unit.parameters:
         full = parameter.unsharded
@@ -50,32 +44,4 @@ def hook_late_grads(unit: Unit) -> None:
             full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateGradHook(unit))
 
 
-def check_hidden(unit: Unit, output: Any) -> None:
-    """Warn if `output` shows no tensor with a graph, but a graph leads to the parameters.
-
-    Whether a graph is found depends on what this rank keeps alive, so no collective may depend on it.
-    """
-    if not torch.is_grad_enabled() or unit.progress.live_graphs or _torch.current_graph_task() != -1:
-        return  # the graph may be that of an earlier forward, whose outputs have hooks
-    for parameter in unit.parameters:
-        full = parameter.unsharded
-        if full is not None and full.requires_grad and _torch.is_in_graph(full):
-            hook_late_grads(unit)
-            if "hidden" not in unit.options.checks.silence:
-                why, otherwise = "starts no all-gather of the parameters", ""
-                if unit.record.policy is KeepAfterForward.ALWAYS:
-                    why = "fails if another backward ends first, which frees the parameters"
-                elif unit.record.policy is KeepAfterForward.KEPT:
-                    why = "fails if an optimizer step and another forward come first"
-                else:
-                    otherwise = ", or keep the parameters with reshard_after_forward=False"
-                warn_once(
-                    f"the forward of unit '{unit.name}' returned a {type(output).__name__} in which no tensor with a graph "
-                    f"is found, but a graph leads to its parameter '{parameter.name}' all the same: a backward through it "
-                    f"{why}. Return the tensor itself, or in a list, dict, dataclass or attribute{otherwise}",
-                    LintWarning,
-                )
-            return
-
-
-__all__ = ["LateGradHook", "check_hidden", "hook_late_grads"]
+__all__ = ["LateGradHook", "hook_late_grads"]

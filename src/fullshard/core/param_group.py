@@ -238,10 +238,6 @@ class ParamGroup:
         # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
         return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
 
-    def owns_memory_of(self, tensor: Tensor) -> bool:
-        """Return True if `tensor` uses memory of the unsharded buffer."""
-        return self._buffer is not None and self._buffer.owns(tensor)
-
     # --- slots ---
     # Every forward and backward runs this code, so it repeats the logic of `ParamSlot` inline instead of calling it.
 

@@ -789,13 +789,6 @@ class Unit:
         """Bytes of its allocated buffers that the next step does not allocate again. Read this between steps."""
         return sum(group.standing_memory for group in self.groups)
 
-    def owns_memory_of(self, tensor: Tensor) -> bool:
-        """Return True if `tensor` lies in the memory of the unsharded parameters."""
-        for group in self.groups:
-            if group.owns_memory_of(tensor):
-                return True
-        return False
-
     def changes(self, fn: Callable[[Tensor], Tensor]) -> bool:
         """Return True if `fn`, as passed to `Module._apply`, changes the dtype or device of the shards."""
         samples = [group.shard[:0] for group in self.groups]

@@ -133,20 +133,18 @@ class ForwardProgress:
 
     Attributes:
         methods: number of running calls of registered methods (`register_fsdp_forward_method`), such as `generate`.
-        live_graphs: number of autograd graphs on this rank that contain an output of the unit and are not freed yet.
         moves_inputs: True if the last forward moved its inputs to the device, since it was the outermost one.
         output_has_graph: True if the last forward had an output with a graph; None before the first forward.
         last_order: units that the last forward entered (True) and left, this one included; empty before the first forward.
     """
 
-    __slots__ = ("_calls", "_remaining", "_stack", "last_order", "live_graphs", "methods", "moves_inputs", "output_has_graph")
+    __slots__ = ("_calls", "_remaining", "_stack", "last_order", "methods", "moves_inputs", "output_has_graph")
 
     def __init__(self) -> None:
         self._stack: list[ForwardStart] = []  # running forwards, outermost first
         self._remaining: set[int] = set()  # ids of the modules of a list that have not run yet
         self._calls = CallsPerRun()
         self.methods = 0
-        self.live_graphs = 0
         self.moves_inputs = False
         self.output_has_graph: bool | None = None
         self.last_order: Sequence[tuple[int, bool]] = ()

@@ -373,10 +373,6 @@ class FlatBuffer:
         part = self._subgroup_shard
         return sum(storage.size() for storage, _ in self._storages) + (0 if part is None else part.nbytes)
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Return True if `tensor` uses memory of this buffer."""
-        return self.flat.numel() > 0 and _torch.is_over(tensor, self.flat.untyped_storage())
-
     def save_subgroup_shard(self) -> None:
         """Copy this rank's part of the buffer, before it is freed, and plan the all-gather of the parts."""
         subgroup = self._subgroup
