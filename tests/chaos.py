@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import rotation
 from exits import Job, Rank, meet, run_job, server, soon
 
 WHATS = ["raise", "sys.exit", "os._exit", "SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP", "slow"]
@@ -327,10 +328,10 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
         and cell.victim in options.victim
         and cell.size in options.size
     ]
-    if options.part == "small":  # another one every day, each with all endings and all places
-        day = options.day if options.day is not None else int(time.time() // 86400)
-        picked = [cell for index, cell in enumerate(found) if (index + 3 * (index // 7) + day) % 7 == 0]
-        start = day * 16 % max(1, len(picked))
+    if options.part == "small":  # which follows from the commit; each has all endings and all places
+        part = rotation.part() or 0
+        picked = [cell for index, cell in enumerate(found) if (index + 3 * (index // 7) + part) % 7 == 0]
+        start = part * 16 % max(1, len(picked))
         found = (picked + picked)[start : start + min(16, len(picked))]
     return found
 
@@ -356,8 +357,7 @@ def table(results: list[Result]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["all", "small"], default="all", help="small: 16 jobs, others every day")
-    parser.add_argument("--day", type=int, help="which small part; today's unless told")
+    parser.add_argument("--part", choices=["all", "small"], default="all", help="small: 16 jobs that follow from the commit")
     parser.add_argument("--what", nargs="+", choices=WHATS, default=WHATS)
     parser.add_argument("--where", nargs="+", choices=WHERES + IN_STEP, default=WHERES + IN_STEP)
     parser.add_argument("--victim", nargs="+", type=int, default=[0, 1])

@@ -3,7 +3,10 @@ deals tests to lanes."""
 
 import contextlib
 import os
+import shutil
 import sys
+import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from hypothesis import settings
 
 from fullshard import errors
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from harness import ROOMS  # noqa: E402
+import harness  # noqa: E402
 
-sys.path += ROOMS  # some tests are built of what others have beside them
+sys.path += harness.ROOMS  # some tests are built of what others have beside them
 torch.set_num_threads(1)
 # Ranks are woken by messages. With the usual scheduler of Linux one that is woken takes the processor from the one that woke it,
 # which holds a lock of gloo's at that moment, for which gloo's thread then spins: with more ranks than processors, steps of small
@@ -63,6 +67,29 @@ APART = (
     "test_pipelining.py",
     "test_rooms.py",
 )
+
+
+FOLDER = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run a temporary folder of its own, which the processes that it starts inherit."""
+    if hasattr(config, "workerinput"):
+        return  # a lane has the folder of the run
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor"))  # compiled code is for the next run, too
+    folder = tempfile.mkdtemp(prefix="fullshard-tests")
+    config.stash[FOLDER] = Path(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # Behind multiprocessing's own folder, which goes at -100. Launchers of ranks leave theirs, and pytest those of three runs.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Fail if the tests or the library left a file of theirs in the temporary folder of the run."""
+    if (folder := config.stash.get(FOLDER, None)) is not None:
+        harness.close_pools()
+        left = sorted(path.name for path in folder.glob("fullshard*"))
+        assert not left, f"Expected no file of ours at the end of a run, got {left}. Remove each where it is made."
 
 
 @pytest.fixture(autouse=True)

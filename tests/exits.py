@@ -26,7 +26,6 @@ import os
 import queue
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -301,10 +300,9 @@ class Job(list[Outcome]):
 
 def command_line(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m fullshard` with these arguments in a folder, without the seconds in which Python imports torch."""
-    folder = Path(tempfile.mkdtemp(prefix="fullshard-command"))
-    (job,) = run_job(_command, 1, module="exits", folder=folder, cwd=str(cwd), arguments=list(arguments))
-    out, err = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="fullshard-command") as folder:
+        (job,) = run_job(_command, 1, module="exits", folder=Path(folder), cwd=str(cwd), arguments=list(arguments))
+        out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
     assert job.code is not None, f"it did not end\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, job.code, out, err)
 
@@ -330,7 +328,9 @@ def run_job(
 
     store: as in `Rank`. lives: ranks that may live on, and are killed once the others ended.
     """
-    folder = Path(tempfile.mkdtemp(prefix="fullshard-exits")) if folder is None else folder
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="fullshard-exits", ignore_cleanup_errors=True) as own:
+            return run_job(body, size, limit=limit, store=store, lives=lives, folder=Path(own), module=module, **options)
     module = (body.__module__ if module is None else module).removeprefix("tests.")
     port, forks = free_port(), server()
     order = {"size": size, "folder": str(folder), "store": store, "port": port, "options": options}

@@ -18,6 +18,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,10 +47,10 @@ ROOMS = [TESTS, *sorted(str(path) for path in Path(TESTS).iterdir() if path.is_d
 class World:
     """What a body gets: its rank, and the mesh of all of them. On the asynchronous device also what tells of that device."""
 
-    def __init__(self, rank: int, size: int, kind: str = "cpu", device: Any = None) -> None:
+    def __init__(self, rank: int, size: int, kind: str, device: Any, folder: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self._folder = rank, size, device, folder
         self.mesh = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
 
     def mine(self, batch: Any) -> Any:
@@ -58,15 +59,15 @@ class World:
         return batch.chunk(self.size)[self.rank].clone()
 
     def folder(self, name: str) -> Path:
-        """A folder all ranks of this test share."""
+        """A folder all ranks of this test share. It goes with the pool."""
         import torch.distributed as dist
 
-        path = [tempfile.mkdtemp(prefix=name) if self.rank == 0 else ""]
+        path = [tempfile.mkdtemp(prefix=name, dir=self._folder) if self.rank == 0 else ""]
         dist.broadcast_object_list(path, 0)
         return Path(path[0])
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) -> None:
+def _serve(rank: int, size: int, folder: str, connection: Connection, kind: str) -> None:
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.path[:0] = ROOMS
@@ -88,8 +89,10 @@ def _serve(rank: int, size: int, store: str, connection: Connection, kind: str) 
         import simulated
 
         simulated.settle_on(where)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    world = World(rank, size, where, device)
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+    )
+    world = World(rank, size, where, device, folder)
     connection.send("ready")
     while True:
         try:
@@ -194,13 +197,11 @@ class Pool:
         # The server of forks has asked for GPUs, behind which its children may not.
         context: Any = multiprocessing.get_context("spawn") if kind == "all cuda" else forks()
         self._threads = THREADS if kind != "all cuda" else 4 * THREADS  # CUDA's own come on top
-        descriptor, self._store = tempfile.mkstemp(prefix="fullshard-store")
-        os.close(descriptor)
-        os.unlink(self._store)
+        self._folder = tempfile.mkdtemp(prefix="fullshard-ranks")
         self._connections, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._store, there, kind), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, self._folder, there, kind), daemon=True)
             process.start()
             there.close()
             self._connections.append(here)
@@ -248,8 +249,9 @@ class Pool:
                 process.join(0.3)
             if process.is_alive():
                 process.kill()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._store)
+        for process in self._processes:
+            process.join(5.0)  # one that is alive would write on
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _POOLS: dict[tuple[int, str], Pool] = {}
@@ -263,7 +265,7 @@ def pool(size: int, kind: str = "cpu") -> Pool:
 
 
 @atexit.register
-def _close_pools() -> None:
+def close_pools() -> None:
     for running in _POOLS.values():
         if running.alive:
             running.close(stacks=False)

@@ -30,7 +30,6 @@ import os
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 import time
 import types
 from functools import partial
@@ -54,11 +53,11 @@ def compiler() -> str | None:
 def build() -> Path:
     """Build it for the installed torch, unless that was done; half a minute. Raises CalledProcessError with what g++ said."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"fullshard-device-{os.getuid()}"
+    folder = Path(__file__).parents[2] / "build" / "device"
     built = folder / f"{torch.__version__}-{sysconfig.get_python_version()}-{digest}.so"
     if built.exists():
         return built
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "building", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several lanes the first builds
         if not built.exists():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -349,28 +348,19 @@ def test_a_step_ends_with_the_last_of_several_optimizers(world: World) -> None:
 
 @ranks(2)
 def test_a_trace_for_perfetto_has_both_processes(world: World) -> None:
-    import json
-    import tempfile
-
     model, optimizer = sharded(world)
     with fullshard.record(model) as run:
         for _ in range(3):
             step(model, optimizer, torch.randn(ROWS, DIM))
-    with tempfile.TemporaryDirectory() as folder:
-        explained(world).perfetto(f"{folder}/trace.json", run)
-        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    trace = world.folder("trace") / f"{world.rank}.json"
+    explained(world).perfetto(trace, run)
+    events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {1, 2}
 
 
 @ranks(2, limit=120.0)
 def test_calibrate_measures_what_explain_takes(world: World) -> None:
-    shared: list[Any] = [None]
-    if world.rank == 0:
-        import tempfile
-
-        shared = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(shared)
-    path = Path(shared[0]) / "machine.json"
+    path = world.folder("calibrate") / "machine.json"
     gpu, network = calibrate(path)
     assert gpu_of(path) == gpu and gpu.synchronous and gpu.fp32 > 1e8 and gpu.link > 1e5 and network.base > 0
     r = fullshard.explain(build, torch.empty(ROWS, DIM), world=2, gpu=path, net=path, loss=loss)

@@ -5,7 +5,6 @@ python tests/races/table.py        # half an hour, most of it for what the devic
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tempfile
@@ -53,9 +52,8 @@ def shown_by_device(names: list[str], order: tuple[str, str] | None = None, faul
     """By the first of these programs, in ranks that are new."""
     if simulated.compiler() is None:
         return "not run"
-    handle, answer = tempfile.mkstemp()
-    os.close(handle)
-    ranks = pool(2, "sim")
+    ranks, folder = pool(2, "sim"), tempfile.TemporaryDirectory()
+    answer = f"{folder.name}/answer"
     try:
         ranks.run("test_programs", "row", {"names": names, "order": order, "fault": fault, "answer": answer}, 400.0)
         return Path(answer).read_text() or "not found"
@@ -63,6 +61,7 @@ def shown_by_device(names: list[str], order: tuple[str, str] | None = None, faul
         raised = re.findall(r"^(\S+(?:Error|Exception)): (.*)$", str(failed), re.MULTILINE)
         return "raises {}: {:.120}".format(*raised[0]) if raised else "ranks do not come back"
     finally:
+        folder.cleanup()
         if ranks.alive:
             ranks.close(stacks=False)
 
