@@ -12,7 +12,7 @@ import torch
 from harness import World, ranks
 from models import Block, Stack, assert_same_grads, batch, square
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fullshard
 from fullshard import fully_shard
@@ -83,6 +83,31 @@ def test_recomputation_gathers_exactly_twice_and_gives_the_same_gradients(world:
         assert kinds["reduce_scatter"] == 5
         assert all(u.residency.value == "sharded" for u in (b._fullshard_unit for b in sharded.blocks))
         sharded.zero_grad(), model.zero_grad()
+
+
+@ranks(2)
+def test_recomputation_without_early_stop_gathers_and_frees_as_with_it(world: World) -> None:
+    """The recomputed forward returns, to a graph that no backward will use."""
+    model = Checkpointed("outside", reentrant=False)
+    sharded = copy.deepcopy(model)
+    for module in (*sharded.blocks, sharded):
+        fully_shard(module, mesh=world.mesh)
+    units = [module._fullshard_unit for module in (sharded, *sharded.blocks)]
+    full: list[list[bool]] = []  # which units hold unsharded memory as the backward of each block ends
+    for block in sharded.blocks:
+        block.register_full_backward_hook(lambda *_: full.append([unit.unsharded_memory > 0 for unit in units]))
+    seen = []
+    for early_stop in (True, False):
+        for step in range(2):
+            full.clear()
+            with fullshard.counting(sharded) as messages, set_checkpoint_early_stop(early_stop):
+                square(sharded(world.mine(batch(step)).requires_grad_())).backward()
+            square(model(batch(step))).backward()
+            assert_same_grads(sharded, model)
+            sharded.zero_grad(), model.zero_grad()
+        seen.append((Counter(message.kind for message in messages), list(full)))
+    assert seen[0] == seen[1]
+    assert max(sum(each) for each in full) <= 3, "the root, the unit that computes, and the one that is prefetched"
 
 
 @ranks(2)

@@ -88,11 +88,24 @@ class SimulatedRun:
             calls.append(ended.call)
         self.run(ended.actions)
 
-    def backward(self, calls: list[ForwardCall]) -> None:
+    def backward(self, calls: list[ForwardCall], *, recomputed: bool = False) -> None:
+        """`recomputed`: each call is recomputed after its backward began, and the recomputation returns (no early stop)."""
         for call in sorted(calls, key=lambda c: -c.end):
             self.run(self.scheduler.before_backward(call))
+            self.scheduler.graph_released(call)
             assert self.data[call.unit] is Residency.FULL
+            if recomputed:
+                self.run(self.scheduler.before_recompute(call.unit))
+                again = self.scheduler.after_recompute(call.unit, grad=True)
+                self.scheduler.expect_backward(again)
+                self.scheduler.graph_released(again)
         self.run(self.scheduler.after_backward())
+
+    def delete(self, unit: int) -> None:
+        """Delete a unit that is sharded or kept, and its memory."""
+        self.scheduler.unregister(unit)
+        del self.data[unit]
+        self.written.discard(unit)
 
 
 def trees(units: int) -> st.SearchStrategy[list]:
@@ -125,7 +138,7 @@ def _inside(root: list, target: list, path: tuple[int, ...] = ()) -> tuple[int, 
     return ()
 
 
-programs = st.lists(st.sampled_from(["train", "eval", "two", "forget", "raise"]), min_size=1, max_size=6)
+programs = st.lists(st.sampled_from(["train", "recompute", "eval", "two", "forget", "raise"]), min_size=1, max_size=6)
 
 
 @settings(max_examples=200, deadline=None)
@@ -139,9 +152,9 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
         calls: list[ForwardCall] = []
         if step == "eval":
             run.forward(tree, calls, grad=False)
-        elif step == "train":
+        elif step in ("train", "recompute"):
             run.forward(tree, calls)
-            run.backward(calls)
+            run.backward(calls, recomputed=step == "recompute")
             run.written.update(range(5))
         elif step == "two":
             run.forward(tree, calls)
@@ -163,6 +176,69 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
     assert all(run.data[unit] is Residency.SHARDED for unit in set(run.data) - kept)
     reduced = [unit for name, unit in run.log if name == "Reduce"]
     assert set(reduced[-len(used) :]) == used, "each unit is reduced in every backward"
+
+
+@settings(max_examples=100, deadline=None)
+@given(tree=trees(5), keeps=st.lists(st.sampled_from(list(KeepAfterForward)), min_size=5, max_size=5), steps=st.integers(1, 3))
+def test_recomputations_that_return_change_no_action_and_leave_nothing_pending(
+    tree: list, keeps: list[KeepAfterForward], steps: int
+) -> None:
+    runs = SimulatedRun(keeps), SimulatedRun(keeps)
+    for _ in range(steps):
+        for run, recomputed in zip(runs, (False, True)):
+            calls: list[ForwardCall] = []
+            run.forward(tree, calls)
+            run.backward(calls, recomputed=recomputed)
+            run.written.update(range(5))
+            assert not run.scheduler.pending_units()
+            assert not any(run.scheduler.awaits_backward(unit) for unit in run.data)
+    assert runs[0].log == runs[1].log
+    assert runs[0].most_full == runs[1].most_full
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), models=st.integers(2, 4))
+def test_models_can_be_deleted_at_any_time_and_the_others_run_on(data: st.DataObject, models: int) -> None:
+    """Each model is a root and two units. What is left of a deleted one costs the others at most gathers that are unused."""
+    run = SimulatedRun([KeepAfterForward.OUTERMOST] * 3 * models)
+    alive = list(range(models))
+    for step in data.draw(st.lists(st.sampled_from(["train", "eval", "delete"]), min_size=2, max_size=10)):
+        model = data.draw(st.sampled_from(alive))
+        tree: list = [3 * model, [3 * model + 1], [3 * model + 2]]
+        calls: list[ForwardCall] = []
+        if step == "delete":
+            if len(alive) > 1:
+                alive.remove(model)
+                for unit in range(3 * model, 3 * model + 3):
+                    run.delete(unit)
+            continue
+        run.forward(tree, calls, grad=step == "train")
+        if step == "train":
+            run.backward(calls)
+    assert all(residency is Residency.SHARDED for residency in run.data.values())
+    assert sorted(run.data) == sorted(3 * model + unit for model in alive for unit in range(3))
+
+
+def test_what_is_remembered_of_deleted_models_is_bounded() -> None:
+    scheduler = Scheduler()
+    for model in range(1000):
+        units = range(20 * model, 20 * model + 20)
+        for unit in units:
+            scheduler.register(unit, Options(KeepAfterForward.NEVER))
+        calls = []
+        for unit in units:
+            scheduler.before_forward(unit)
+        for unit in reversed(units):
+            calls.append(scheduler.after_forward(unit, grad=True).call)
+            scheduler.expect_backward(calls[-1])
+        for call in reversed(calls):
+            scheduler.before_backward(call)
+        scheduler.after_backward()
+        for unit in units:
+            scheduler.unregister(unit)
+    for order in scheduler.forward_order, scheduler.backward_order:
+        assert len(order.runs) <= 256
+    assert 20 * 999 in scheduler.forward_order.runs, "the last ones are remembered"
 
 
 def _walk(tree: list) -> list[list]:

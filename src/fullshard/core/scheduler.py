@@ -13,6 +13,7 @@ from fullshard.policies import CommPolicy, StateSharding
 
 _MAX_PREFETCHED = 64  # units that may be unsharded ahead, whatever the budget in bytes
 _REMEMBERED_FORWARDS = 64  # outermost forwards after which a backward that has not come is no longer expected
+_REMEMBERED_RUNS = 256  # runs in an execution order
 
 
 # --- values ---
@@ -194,6 +195,9 @@ class UnitRecord:
 class ExecutionOrder:
     """Orders in which units were needed in earlier runs, each stored under its first unit, to predict the next units.
 
+    The run that is stored last pushes out the one that was stored longest ago, so that deleted models are forgotten. Which one
+    that is depends on the order of runs alone, never on which models a rank has deleted.
+
     >>> order = ExecutionOrder()
     >>> [order.expect(unit) for unit in (7, 3, 5)]
     [[], [], []]
@@ -225,7 +229,10 @@ class ExecutionOrder:
     def close(self) -> None:
         """Store the current run, and begin a new one."""
         if self.now:
+            self.runs.pop(self.now[0], None)
             self.runs[self.now[0]] = self.now
+            if len(self.runs) > _REMEMBERED_RUNS:
+                del self.runs[next(iter(self.runs))]
         self.restart()
 
     def restart(self) -> None:
@@ -298,9 +305,10 @@ class Scheduler:
         self._pending: dict[int, ForwardCall] = {}
         self._outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 
-        # The running backward: unit -> start of its earliest call whose backward has begun; and the latest start reached so
-        # far.
+        # The running backward: unit -> start of its earliest call whose backward has begun, until it is reduced; the ends of
+        # all calls whose backward has begun; and the latest start reached so far.
         self._entered: dict[int, int] = {}
+        self._begun: set[int] = set()
         self._latest = -1
         self._has_begun_backward = False
 
@@ -320,7 +328,8 @@ class Scheduler:
     def unregister(self, unit: int) -> None:
         """Remove a unit whose module was deleted.
 
-        Orders keep its number, since other ranks may delete the module later: predictions must stay equal on all ranks.
+        Orders keep its number while they keep the run, since other ranks may delete the module later: predictions must stay
+        equal on all ranks.
         """
         self._records.pop(unit, None)
         self._entered.pop(unit, None)
@@ -485,10 +494,13 @@ class Scheduler:
     # --- backward ---
 
     def expect_backward(self, call: ForwardCall) -> None:
-        """Record that an output of `call` requires grad. A recomputation may repeat a call that is pending already."""
+        """Record that an output of `call` requires grad.
+
+        A recomputation repeats a call that is pending, or whose backward has begun and will not begin again.
+        """
         record = self._records[call.unit]
         record.live_graphs += 1
-        if call.end not in self._pending:
+        if call.end not in self._pending and call.end not in self._begun:
             self._pending[call.end] = call
             record.pending_backwards += 1
 
@@ -519,6 +531,7 @@ class Scheduler:
         actions = self._reduce_done(beyond=call.end)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
+        self._begun.add(call.end)
         self._not_pending(call)
         if copied_use:
             return actions
@@ -577,6 +590,7 @@ class Scheduler:
         self._phase += 1
         actions = self._reduce_done(beyond=-1, even_if_pending=True)
         self._expire(before=self._latest)
+        self._begun.clear()
         self._latest = -1
         actions += self._drop_unused()
         for record in list(self._records.values()):
@@ -815,6 +829,7 @@ class Scheduler:
     def _forget_step(self) -> None:
         self._has_begun_backward = False
         self._entered.clear()
+        self._begun.clear()
         self.running.clear()
         self._recomputing.clear()
         self._latest = -1
