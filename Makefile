@@ -1,7 +1,8 @@
 # On a fresh machine, `make train` trains a small model and `make test` runs the tests. Both create the environment first.
-# With TORCH=2.15.0, a target uses that version of torch, in a separate environment.
+# With TORCH=2.15.0, a target uses that version of torch, and with PY=/path/to/python3.13 that interpreter, in a separate environment.
 TORCH ?=
-VENV := .venv$(TORCH:%=-torch-%)
+PY ?= python3
+VENV := .venv$(TORCH:%=-torch-%)$(addprefix -,$(filter-out python3,$(notdir $(PY))))
 CLIENTS := .venv-clients
 NEWEST := 2.15.0
 PYTHON := $(VENV)/bin/python
@@ -15,7 +16,7 @@ REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode files every rank of the tests compiles all modules again
 
-.PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format bench gpu-check gpu-test pictures docs docs-links clean
+.PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format size wheel try-wheel bench gpu-check gpu-test pictures docs docs-links clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -24,12 +25,12 @@ setup: $(READY)  ## create .venv with all dependencies
 
 $(READY): pyproject.toml constraints.txt
 	@echo "== creating $(VENV) (once; one or two minutes, mostly for torch)"
-	@if [ -z '$(TORCH)' ] && python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	@if [ -z '$(TORCH)' ] && $(PY) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		echo "== using the installed CUDA build of torch"; \
-		python3 -m venv --system-site-packages $(VENV) && \
+		$(PY) -m venv --system-site-packages $(VENV) && \
 		$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[test,examples,dev]'; \
 	else \
-		python3 -m venv $(VENV) && $(PIP) torch && $(PIP) --editable '.[test,examples,dev]'; \
+		$(PY) -m venv $(VENV) && $(PIP) torch && $(PIP) --editable '.[test,examples,dev]'; \
 	fi
 	@touch $(READY)
 
@@ -79,6 +80,23 @@ format: $(READY)  ## format the code, and fix lint findings
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 
+size:  ## count the lines of src by package, docstrings included
+	@python3 scripts/size.py
+
+wheel: $(READY)  ## build the sdist, and from it the wheel, into build/dist
+	@rm -rf build/dist
+	@$(PYTHON) -m build --outdir build/dist . > build.log || { cat build.log; exit 1; }; rm -f build.log
+	@ls build/dist
+
+# Outside of the checkout, so that nothing is imported from it. The environment has the wheel and what it asks for, nothing else.
+try-wheel: wheel  ## install the wheel in an empty environment outside of the checkout, and train two ranks with it
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(PY) -m venv "$$folder/env"; \
+	"$$folder/env/bin/python" -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build/dist/*.whl && \
+	cp examples/bottom_up.py "$$folder" && cd "$$folder" && \
+	OMP_NUM_THREADS=1 env/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 bottom_up.py && \
+	env/bin/python -c 'import fullshard; print("fullshard", fullshard.__version__, "of", fullshard.__file__)' && env/bin/fullshard --help > help.txt
+
 bench: $(READY)  ## compare host time, memory and two-rank speed with torch's FSDP2 and DDP, in one table
 	@$(PYTHON) benchmarks/run.py
 
@@ -119,4 +137,4 @@ $(DOCS): $(READY)
 	@touch $@
 
 clean:  ## remove environments, caches and outputs
-	rm -rf $(VENV) $(CLIENTS) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-python* $(CLIENTS) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
