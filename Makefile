@@ -8,7 +8,7 @@ NEWEST := 2.15.0
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs-ready
-PIP := $(PYTHON) -m pip --disable-pip-version-check install --quiet $(if $(TORCH),'torch==$(TORCH)',--constraint constraints.txt)
+PIP := $(PYTHON) -m pip --disable-pip-version-check install -qq $(if $(TORCH),'torch==$(TORCH)',--constraint constraints.txt)
 TRAIN ?=
 FINETUNE ?=
 CHAOS ?=
@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 	@if [ -z '$(TORCH)' ] && $(PY) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		echo "== using the installed CUDA build of torch"; \
 		$(PY) -m venv --system-site-packages $(VENV) && \
-		$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[test,examples,dev]'; \
+		$(PYTHON) -m pip --disable-pip-version-check install -qq --editable '.[test,examples,dev]'; \
 	else \
 		$(PY) -m venv $(VENV) && $(PIP) torch && $(PIP) --editable '.[test,examples,dev]'; \
 	fi
@@ -84,18 +84,19 @@ size:  ## count the lines of src by package, docstrings included
 	@python3 scripts/size.py
 
 wheel: $(READY)  ## build the sdist, and from it the wheel, into build/dist
-	@rm -rf build/dist
-	@$(PYTHON) -m build --outdir build/dist . > build.log || { cat build.log; exit 1; }; rm -f build.log
+	@rm -rf build/dist && mkdir -p build
+	@$(PYTHON) -m build --outdir build/dist . > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
 	@ls build/dist
 
 # Outside of the checkout, so that nothing is imported from it. The environment has the wheel and what it asks for, nothing else.
 try-wheel: wheel  ## install the wheel in an empty environment outside of the checkout, and train two ranks with it
 	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
 	$(PY) -m venv "$$folder/env"; \
-	"$$folder/env/bin/python" -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build/dist/*.whl && \
+	"$$folder/env/bin/python" -m pip --disable-pip-version-check install -qq --constraint constraints.txt build/dist/*.whl && \
 	cp examples/bottom_up.py "$$folder" && cd "$$folder" && \
-	OMP_NUM_THREADS=1 env/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 bottom_up.py && \
-	env/bin/python -c 'import fullshard; print("fullshard", fullshard.__version__, "of", fullshard.__file__)' && env/bin/fullshard --help > help.txt
+	export OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore::UserWarning; \
+	env/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 bottom_up.py && \
+	env/bin/python -c 'import fullshard; print("fullshard", fullshard.__version__, "of", fullshard.__file__)' && env/bin/fullshard --help > /dev/null
 
 bench: $(READY)  ## compare host time, memory and two-rank speed with torch's FSDP2 and DDP, in one table
 	@$(PYTHON) benchmarks/run.py
@@ -107,8 +108,8 @@ test-clients: $(CLIENTS)/.ready  ## run accelerate, Trainer, Lightning, peft, to
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@echo "== creating $(CLIENTS) (once; several minutes)"
 	@python3 -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt torch
-	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt torch
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
 	@touch $@
 
 pictures: $(READY)  ## draw the pictures and write the tables of the documentation from the code
@@ -133,7 +134,7 @@ docs-links: $(DOCS)  ## check the links to other sites
 
 $(DOCS): $(READY)
 	@echo "== adding the tools that build the site to $(VENV)"
-	@$(PYTHON) -m pip --disable-pip-version-check install --quiet --editable '.[docs]'
+	@$(PYTHON) -m pip --disable-pip-version-check install -qq --editable '.[docs]'
 	@touch $@
 
 clean:  ## remove environments, caches and outputs

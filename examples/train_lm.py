@@ -27,6 +27,10 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+# The profiler, which counts memory for `--foresight` on the CPU, prints nothing.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -231,8 +235,8 @@ def train_step(
     o: argparse.Namespace,
     mine: slice,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Run one optimizer step and return (mean loss of this rank's rows, gradient norm)."""
+) -> Tensor:
+    """Run one optimizer step and return the mean loss of this rank's rows."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, o)
     total = torch.zeros((), device=device)
@@ -244,10 +248,10 @@ def train_step(
             loss.backward()
         total += loss.detach()
     sharded = isinstance(model, fullshard.FSDPModule)
-    norm = (fullshard.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(model.parameters(), o.clip)
+    (fullshard.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_)(model.parameters(), o.clip)
     optimizer.step()
     optimizer.zero_grad()
-    return total, norm
+    return total
 
 
 def mean_over_ranks(value: Tensor) -> float:
@@ -391,17 +395,17 @@ def main() -> None:
     if rank == 0:
         o.out.mkdir(parents=True, exist_ok=True)
         numel = sum(p.numel() for p in model.parameters())
-        print(
-            f"{numel:,} parameters on {ranks} ranks ({device.type}), {len(train):,} bytes of Python to learn from; byte frequencies alone give a loss of {floor:.3f}"
-        )
+        print(f"{numel:,} parameters on {ranks} ranks ({device.type}), {len(train):,} bytes of Python to learn from")
+    terminal = sys.stdout.isatty()  # elsewhere, as in a log, each checkpoint is a line instead of the bar
     bar: Iterator[int] | Any = tqdm(
         range(first, o.steps),
         initial=first,
         total=o.steps,
-        disable=rank != 0,
+        disable=rank != 0 or not terminal,
         file=sys.stdout,
         mininterval=1.0,
         dynamic_ncols=True,
+        bar_format="{percentage:3.0f}%|{bar}| step {n_fmt} of {total_fmt}, {remaining} left{postfix}",
     )
     history: dict[int, float] = {}
     recording, run = ExitStack(), None
@@ -411,21 +415,21 @@ def main() -> None:
             run = recording.enter_context(fullshard.record(model, memory=True))
         if step - first == RECORDED.stop:
             recording.close()
-        loss, norm = train_step(model, optimizer, train, step, o, mine, device)
+        loss = train_step(model, optimizer, train, step, o, mine, device)
         curves["sharded"].append(mean_over_ranks(loss))
         if plain is not None and plain_optimizer is not None:
-            other, _ = train_step(plain, plain_optimizer, train, step, o, slice(None), device)
+            other = train_step(plain, plain_optimizer, train, step, o, slice(None), device)
             curves["unsharded"].append(other.item())
         seen += o.batch * o.length * o.accumulate
-        if rank == 0:
-            speed = seen / (time.perf_counter() - begin)
-            bar.set_postfix_str(
-                f"loss {curves['sharded'][-1]:.3f}, norm {norm.item():.2f}, {speed:,.0f} tokens/s, {peak_bytes(device) / 2**20:,.0f} MiB",
-                refresh=False,
-            )
+        speed = seen / (time.perf_counter() - begin)
+        bar.set_postfix_str(f"loss {curves['sharded'][-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
         if (step + 1) % o.save_every == 0 or step + 1 == o.steps:
             checkpoints.save(model, optimizer, step + 1)
             history[step + 1] = validate(model, valid, o, mine, device)
+            if rank == 0 and not terminal:
+                print(
+                    f"step {step + 1} of {o.steps}: validation loss {history[step + 1]:.3f}, {speed:,.0f} tokens/s", flush=True
+                )
     recording.close()
     figures = {
         "ranks": ranks,
@@ -446,22 +450,26 @@ def main() -> None:
         figures["predicted"] = {"step": foreseen.step.middle, "peak": foreseen.peak}
         if rank == 0:
             foreseen.html(o.out / "step.html")
-            print(f"--- a step, predicted ---\n{foreseen}\n--- and measured ---\n{foreseen.against(run)}")
-            if run.peak is not None:
-                print(f"tensors took {run.peak / 2**20:.1f} MiB, predicted {foreseen.peak / 2**20:.1f} MiB")
+            (o.out / "step.txt").write_text(f"{foreseen}\n\nmeasured\n{foreseen.against(run)}\n")
+            print(f"a step took {run.step * 1e3:.0f} ms, predicted {foreseen.step.middle * 1e3:.0f} ms", end="")
+            print(
+                "" if run.peak is None else f"; tensors {run.peak / 2**20:.1f} MiB, predicted {foreseen.peak / 2**20:.1f} MiB"
+            )
     generated = sample(model, b"def ", o.sample, device, o.seed) if o.sample else ""
     if rank == 0:
         (o.out / "figures.json").write_text(json.dumps(figures, indent=1))
         draw(o.out / "curves.png", curves, history, floor)
         if history:
-            print(f"validation loss {figures['validation_loss']:.4f}; byte frequencies alone give {floor:.4f}")
+            print(f"validation loss {figures['validation_loss']:.3f}; knowing only how frequent each byte is, {floor:.3f}")
         if o.compare:
             print(
                 f"largest difference between the sharded and the unsharded loss over {len(curves['sharded'])} steps: {figures['largest_difference']:.2e}"
             )
         if generated:
-            print(f"--- a sample ---\n{generated}\n---")
-        print(f"figures, curves and checkpoints are in {o.out}")
+            print(f"--- a sample ---\n{generated.rstrip()}\n---")
+        print(
+            f"{o.out} has the checkpoints, the loss curves{', the predicted step (step.html)' if run is not None else ''} and all figures"
+        )
     dist.destroy_process_group()
 
 

@@ -155,6 +155,8 @@ def _time(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
 
 
 def _network(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
+    if estimate.gpu.synchronous:
+        return  # on the CPU, collectives wait for the cores that compute, so their times say nothing about a network
     launches = [one for one in estimate.simulation.program.instructions if isinstance(one, Launch)]
     sent = [(message, launch.stream) for launch in launches for message in launch.messages if message.ranks > 1]
     for kind, speed in run.speeds().items():

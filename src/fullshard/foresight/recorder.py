@@ -261,7 +261,8 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
     Args:
         model: a module that is a unit or contains units.
         memory: on the CPU, whether to run the first whole step in the block under torch's profiler, which counts the bytes of
-            tensors; this step is not timed. Accelerators always count them.
+            tensors; this step is not timed. Accelerators always count them. With `KINETO_LOG_LEVEL=6` and
+            `TORCH_CPP_LOG_LEVEL=ERROR` in the environment before torch is imported, the profiler prints nothing.
 
     Yields:
         The run, whose figures are available after the block. A step ends with the last optimizer step before the next

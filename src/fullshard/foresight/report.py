@@ -20,8 +20,9 @@ def report(estimate: StepEstimate) -> str:
     verdicts = {"fits": "fits", "tight": "tight", "no": "does not fit"}
     lines = [
         f"{verdicts[estimate.verdict]}: {_needs(estimate)} of {bytes_text(estimate.gpu.memory)} "
-        f"on each {estimate.gpu.name}, {mesh}"
-        + (f" by {estimate.network.name}" if estimate.timeline.links.get("between") else ""),
+        f"on each {estimate.gpu.name if not estimate.gpu.synchronous else 'process'}, {mesh}"
+        + (f" by {estimate.network.name}" if estimate.timeline.links.get("between") else "")
+        + (" on the CPU" if estimate.gpu.synchronous else ""),
         *_memory(estimate),
         *_time(estimate),
         *(f"note: {note}" for note in estimate.notes),
@@ -118,7 +119,7 @@ def _time(estimate: StepEstimate) -> list[str]:
         lines.append(
             f"  each rank sends {', '.join(sent)}: {', '.join(f'{n} {_kind_text(kind, n)}' for kind, n in kinds.items())}"
         )
-    speed = f"  {estimate.tokens_per_second:,.0f} {estimate.traced.counted}/s of each GPU"
+    speed = f"  {estimate.tokens_per_second:,.0f} {estimate.traced.counted}/s of each {'process' if gpu.synchronous else 'GPU'}"
     if estimate.price is not None:
         cost = estimate.price / 3600 / estimate.tokens_per_second * 1e6
         speed += f"; a million {estimate.traced.counted} cost {cost:.3g} at {estimate.price:g} for an hour of a GPU"

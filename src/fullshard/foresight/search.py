@@ -186,7 +186,8 @@ class Found:
 
 
 def _describe(candidate: Candidate) -> str:
-    return f"{candidate} ({bytes_text(candidate.needed)}, {candidate.speed:,.0f} tokens/s of each GPU)"
+    device = "process" if candidate.explanation.gpu.synchronous else "GPU"
+    return f"{candidate} ({bytes_text(candidate.needed)}, {candidate.speed:,.0f} tokens/s of each {device})"
 
 
 def search(
