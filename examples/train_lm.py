@@ -22,6 +22,7 @@ import resource
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -376,6 +377,7 @@ def draw(path: Path, curves: dict[str, list[float]], valid: dict[int, float], fl
 
 def main() -> None:
     o = options()
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of an earlier run: it is replaced
     device, rank, ranks = start()
     if o.batch % ranks:
         raise SystemExit(f"--batch {o.batch} does not divide among {ranks} ranks")

@@ -31,7 +31,7 @@ from fullshard.foresight.hardware import GIB, GPUS, NETWORKS, gpu_of, write_mach
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.optimizer import OPTIMIZERS, optimizer_step
 from fullshard.foresight.owners import owner_step
-from fullshard.foresight.picture import PHASES
+from fullshard.foresight.picture import LANES, PHASES, TOP
 from fullshard.foresight.program import Await, Launch, Program
 from fullshard.foresight.trace import Allocated, Op
 from fullshard.optim.owners import H100_FLOPS
@@ -530,6 +530,16 @@ def test_the_page_is_well_formed_and_names_units_and_needs_no_network(tmp_path: 
     titles = [title.text or "" for picture in pictures for title in ElementTree.fromstring(picture).iter("title")]
     assert any(title.startswith("2: all_gather") for title in titles)
     assert any("in backward of 3" in title and "gathered: " in title for title in titles)
+
+
+def test_the_key_of_a_picture_names_each_colour_of_the_row_of_compute(tmp_path: Path) -> None:
+    r = explain(world=64)
+    r.html(tmp_path / "step.html")
+    text = (tmp_path / "step.html").read_text()
+    key = dict(re.findall(r"<i style='background:(#\w+)'></i>([\w ]+)</span>", text.split("<h2>Streams</h2>")[1]))
+    lanes = re.findall(r"<svg.*?</svg>", text, re.DOTALL)[1]
+    drawn = set(re.findall(rf"y='{TOP}' width='[\d.]+' height='\d+' fill='(#\w+)'", lanes))
+    assert drawn == set(key) and key[LANES["wait"]] == "waiting for collectives"
 
 
 def test_a_page_is_entitled_by_what_it_is_of_and_has_limits_phases_and_steps(tmp_path: Path) -> None:

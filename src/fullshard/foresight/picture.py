@@ -30,6 +30,9 @@ LANES = {
 }  # fmt: skip
 
 
+WAITING = "waiting for collectives"
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """Memory of the device at one time of the step."""
@@ -71,6 +74,15 @@ def levels(estimate: StepEstimate) -> list[Level]:
         if peak is not None:  # the time of the peak within the phase is unknown, so it is drawn in the middle
             over_time.append(Level((start + end) / 2, peak[1], where))
     return [*over_time, Level(timeline.seconds, dict(now), "at the end")]
+
+
+def _key_of_compute(estimate: StepEstimate) -> list[tuple[str, str]]:
+    """Return (meaning, colour) of what is drawn in the row of compute; the other rows have one colour each and their names."""
+    names = {span.name for span in estimate.timeline.spans if span.lane == "compute"}
+    found = [(name, colour) for name, colour in PHASES.items() if name in names]
+    if any(span.lane == "wait" for span in estimate.timeline.spans):
+        found.append((WAITING, LANES["wait"]))
+    return found
 
 
 # --- HTML ---
@@ -139,8 +151,7 @@ def _section(estimate: StepEstimate, scale_bytes: int, seconds: float, number: i
     """Return report and pictures of one estimate, at a scale up to `scale_bytes` and `seconds`; no heading if `number` is 0."""
     heading = f"<h2>{number}: {escape(title_of(estimate))}</h2>" if number else ""
     keys = "".join(f"<span><i style='background:{COLOURS[c]}'></i>{c}</span>" for c in CATEGORIES)
-    kinds = {**PHASES, **{lane: LANES[lane] for lane in LANES if lane != "compute"}}
-    lanes = "".join(f"<span><i style='background:{colour}'></i>{kind}</span>" for kind, colour in kinds.items())
+    lanes = "".join(f"<span><i style='background:{colour}'></i>{kind}</span>" for kind, colour in _key_of_compute(estimate))
     return (
         f"{heading}<pre>{escape(report(estimate))}</pre>\n"
         f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(estimate, scale_bytes, seconds)}\n"
@@ -184,9 +195,10 @@ def _areas(estimate: StepEstimate, scale_bytes: int, seconds: float) -> str:
             ]
     for second, name in phases_of(estimate):
         at = LEFT + second / seconds * (WIDTH - LEFT - RIGHT)
+        aside, anchor = (3, "start") if second < 0.9 * seconds else (-3, "end")
         shapes += [
             f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{TOP}' y2='{TOP + HEIGHT}' stroke='#444' stroke-width='.6'/>",
-            f"<text x='{at + 3:.1f}' y='{TOP + 9}'>{name}</text>",
+            f"<text x='{at + aside:.1f}' text-anchor='{anchor}' y='{TOP + 9}'>{name}</text>",
         ]
     for part in range(5):
         value = scale_bytes * part / 4
@@ -285,11 +297,12 @@ def figure_of(estimate: StepEstimate) -> Any:
             above.axhline(nbytes / 2**30, color=colour, linestyle="--", linewidth=1, label=label)
     for second, name in phases_of(estimate):
         above.axvline(second * 1e3, color="#444", linewidth=0.5)
-        above.annotate(name, (second * 1e3, 1), xycoords=("data", "axes fraction"), va="top", fontsize=7)
+        side = "left" if second < 0.9 * estimate.timeline.seconds else "right"
+        above.annotate(f" {name} ", (second * 1e3, 1), xycoords=("data", "axes fraction"), va="top", ha=side, fontsize=7)
     above.set_ylabel("GiB")
     above.set_title(f"{title_of(estimate)}\n{report(estimate).splitlines()[0]}", fontsize=9)
     above.legend(loc="upper left", bbox_to_anchor=(1.005, 1), fontsize=8)
-    above.margins(x=0)
+    above.set_xlim(0, estimate.timeline.seconds * 1e3)
     used = [lane for lane in LANES if lane != "wait" and any(span.lane == lane for span in estimate.timeline.spans)]
     for lane, colour in LANES.items():
         spans = [span for span in estimate.timeline.spans if span.lane == lane]
@@ -297,6 +310,9 @@ def figure_of(estimate: StepEstimate) -> Any:
             bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in spans]
             colours = [PHASES.get(span.name, colour) if lane == "compute" else colour for span in spans]
             below.broken_barh(bars, (used.index("compute" if lane == "wait" else lane) - 0.4, 0.8), color=colours)
+    for name, colour in _key_of_compute(estimate):
+        below.bar(0, 0, color=colour, label=name)
+    below.legend(loc="upper left", bbox_to_anchor=(1.005, 1), fontsize=8, title="compute", title_fontsize=8)
     below.set_yticks(range(len(used)), used)
     below.invert_yaxis()
     below.set_xlabel("ms")
