@@ -1004,6 +1004,7 @@ class Generator(Stack):
         return x
 
 
+@pytest.mark.proves("3b")
 @ranks(1, 2)
 def test_other_methods_gather_as_forward_does(world: World) -> None:
     model = Generator()

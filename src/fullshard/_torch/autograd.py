@@ -19,7 +19,6 @@ __all__ = [
     "current_graph_task",
     "graph_nodes",
     "have_reduction_hooks",
-    "in_transform",
     "leads_to",
     "on_backward_end",
     "on_differentiation",
@@ -89,12 +88,6 @@ def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
         seen |= unseen
         pending += unseen
     return found
-
-
-def in_transform() -> bool:
-    """Return True inside a transform of torch.func (grad, vmap, jvp)."""
-    # Private: the stack of functorch interpreters. torch has no public test for it.
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def graph_nodes(tensor: Tensor) -> list[Node | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +28,6 @@ __all__ = [
     "split_copy",
     "storage_key",
     "then_order",
-    "version_of",
     "wait_for_event",
 ]
 
@@ -115,10 +113,6 @@ def references(tensor: Tensor) -> tuple[int, int]:
     # counts in another torch do no harm.
     held: Any = tensor
     return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-version_of: Callable[[Any], int] = operator.attrgetter("_version")
-"""Return the version counter of a tensor, which every write increases except one through `.data`."""
 
 
 def has_aliases(tensor: Tensor) -> bool:

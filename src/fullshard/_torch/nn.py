@@ -25,7 +25,6 @@ __all__ = [
     "parameters_of",
     "persists",
     "remove_all",
-    "replace_parameters",
     "spmd_types_of",
 ]
 
@@ -54,12 +53,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict that `module.name` reads. Writing to it replaces a parameter in 0.05 us, `__setattr__` in 2 us."""
     # Private: `_parameters`. Every unshard and reshard swaps the parameters of a unit through it.
     return module._parameters
-
-
-def replace_parameters(module: nn.Module, held: Any) -> None:
-    """Let `module.name` read parameters from `held` instead of the dict of `parameters_of`."""
-    # Private: `nn.Module.__getattr__` reads `_parameters` from the instance at each access and requires a mapping only.
-    module.__dict__["_parameters"] = held
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:

@@ -65,6 +65,7 @@ def check_before_forward(unit: Unit, root: nn.Module) -> None:
 
     Raises StateError, naming the parameters, if some were added that no unit would reduce, or have optimizers that never step.
     """
+    _refuse_max_norm(unit)
     unit.checks.lint = unit.checks.strays = False
     mark_modules(unit)
     # Private: `_in_backward_optimizers`, an attribute that torch's function sets on its parameters.
@@ -104,6 +105,19 @@ def check_before_forward(unit: Unit, root: nn.Module) -> None:
         for name, line in remarks(root):
             if name not in unit.options.checks.silence:
                 warn_once(line, LintWarning)
+
+
+def _refuse_max_norm(unit: Unit) -> None:
+    """Raise ValueError if a module of the unit writes to its parameter in each forward."""
+    for parameter in unit.parameters:
+        for slot in parameter.slots:
+            module = slot.module
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                raise ValueError(
+                    f"Expected parameter '{parameter.name}' of unit '{unit.name}' in an {type(module).__name__} without "
+                    f"max_norm, got max_norm={module.max_norm}: its forward writes to a copy that is freed afterwards. "
+                    "Set max_norm to None, and renormalize after each step in `with fullshard.full_params(module):`."
+                )
 
 
 def _unmanaged_parameters(root: nn.Module, slots: set[tuple[int, str]]) -> list[tuple[str, nn.Parameter]]:

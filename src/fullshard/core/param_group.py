@@ -92,7 +92,6 @@ class ParamGroup:
         self.installed = False
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
         self.unsharded: list[Tensor] = []
-        self.seen: tuple[list[int], list[int]] = ([], [])
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: FlatBuffer | ExtensionBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
@@ -299,15 +298,6 @@ class ParamGroup:
             if value is not parameter.local:
                 parameter.replace_values(value)
                 parameter.bind_to_flat_shard(parameter.local)
-
-    def see_unsharded(self) -> None:
-        """Record `seen` anew."""
-        self.seen = [*map(_torch.version_of, self.unsharded)], [*map(Tensor.data_ptr, self.unsharded)]
-
-    def written(self) -> list[ShardedParameter]:
-        """Return the parameters whose unsharded ones were written since `seen`."""
-        now = zip(map(_torch.version_of, self.unsharded), map(Tensor.data_ptr, self.unsharded))
-        return [parameter for parameter, was, new in zip(self.parameters, zip(*self.seen), now) if was != new]
 
     def move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.

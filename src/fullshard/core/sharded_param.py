@@ -326,20 +326,6 @@ class ShardedParameter:
         now = self.unsharded
         return exposed is not None and now is not None and exposed != (now._version, now.data_ptr())
 
-    def adopt_write(self) -> None:
-        """Copy the unsharded parameter into the shard. Raise StateError if it is stored in another dtype."""
-        unsharded = self.unsharded
-        assert unsharded is not None
-        if unsharded.dtype != self.local.dtype:
-            raise StateError(
-                f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be written in a registered method: it is "
-                f"unsharded as {unsharded.dtype}, but stored as {self.local.dtype}. Write to it in "
-                "`with fullshard.full_params(module):`."
-            )
-        with torch.no_grad():
-            self.local.copy_(self.sharding.slice(to_local(unsharded.detach())))
-        self.note_write()
-
     def check_unwritten(self) -> None:
         """Raise StateError if the unsharded parameter was written after `note_version`. Call this before it is freed."""
         if self._is_written():

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -161,16 +161,9 @@ class Unit:
         self.progress.begin(module, runtime.scheduler.clock, len(runtime.trace) - 1)
         for group in self.groups:
             group.install()
-            # `see_unsharded` and, in `post_forward`, `written`; inlined, since this runs in every forward
-            group.seen = [*map(_torch.version_of, group.unsharded)], [*map(Tensor.data_ptr, group.unsharded)]
 
     def _refuse_illegal_forward(self, module: nn.Module) -> None:
         """Raise StateError for a forward that cannot be. End the forward before, if it was cut short without any hook."""
-        if _torch.in_transform():
-            raise StateError(
-                f"Unit '{self.name}' was called inside a transform of torch.func (grad, vjp, jvp, vmap, jacrev), which cannot "
-                "all-gather. Use torch.autograd.grad or fullshard.grad, or compute with the tensors of fullshard.gathered()."
-            )
         if self.pending is not None:
             raise StateError(
                 f"The forward of unit '{self.name}' was called while its gradients are being reduced. Call wait() of the "
@@ -225,14 +218,9 @@ class Unit:
         """Reshard the parameters. Return the call for a `BackwardHook` on the outputs, None if it cannot have a backward."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         recomputes = _torch.current_graph_task() != -1
-        if failed:
-            # Checkpointing ends a recomputation early by an exception. A failure is reported when it leaves backward.
-            if not recomputes:
-                self._report_exception()
-        else:
-            for group in self.groups:
-                if group.seen != ([*map(_torch.version_of, group.unsharded)], [*map(Tensor.data_ptr, group.unsharded)]):
-                    self._refuse_writes(module, group)
+        # Checkpointing ends a recomputation early by an exception. A failure is reported when it leaves backward.
+        if failed and not recomputes:
+            self._report_exception()
         # A forward that raised has no backward. Reshard it, or the next forward would compute with these parameters.
         number, grad = record.number, torch.is_grad_enabled() and not failed
         if recomputes:  # the unit stays unsharded until its gradients are reduced
@@ -270,21 +258,6 @@ class Unit:
         # Without a unit around it nothing else would end it, so each module is a forward of its own.
         done = self.progress.is_list_done(module, self.runtime.outermost_forwards) and not self.progress.runs_around(module)
         return done or self.runtime.scheduler.outermost() == self.record.number
-
-    def _refuse_writes(self, module: nn.Module, group: ParamGroup) -> NoReturn:
-        """End a forward that wrote to parameters, and raise StateError. Each rank wrote other values, and would lose them."""
-        name = group.written()[0].name
-        try:
-            raise StateError(
-                f"Parameter '{name}' was written in the forward of unit '{self.name}' (as nn.Embedding(max_norm=) does, or "
-                "flatten_parameters() of an RNN on a GPU), where it is a copy that is freed after forward: the write was lost. "
-                "Write to it outside of forward, in `with fullshard.full_params(module):` or to its shard."
-            )
-        except StateError:
-            self.post_forward(module, failed=True)
-            if self.residency is Residency.SHARDED:
-                group.drop_unsharded()  # after `.data = value` the parameter is no longer in the buffer
-            raise
 
     def _report_exception(self) -> None:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""

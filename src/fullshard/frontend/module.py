@@ -949,9 +949,8 @@ def resident(module: nn.Module) -> Iterator[None]:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Register `module.method_name` as a forward method: it unshards the unit before and reshards it after each call.
 
-    Examples are `generate` and `encode`. The method may also read parameters of units below without calling their modules (a
-    tied projection, a chunked loss): the first read unshards such a unit, and the end of the method reshards it. Does nothing
-    for a module that is not sharded.
+    Examples are `generate` and `encode`. Units below are unsharded when their modules are called: to read their parameters
+    directly, as in a chunked loss, use `gathered()`. Does nothing for a module that is not sharded.
 
     Args:
         module: a module that `fully_shard` was called on.
