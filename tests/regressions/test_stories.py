@@ -1698,9 +1698,8 @@ def separated(world: World, separate: bool) -> None:
 
 
 DIFFERENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "shard dims": (run_once, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, {}, "'weight' sharded along dim 1"),
-    "sync": (run_once, {"sync": "broadcast"}, {}, "different options: rank 0 has sync='broadcast'"),
-    "buffers": (run_once, {"buffers": "mean"}, {"buffers": "broadcast"}, "different options: .* buffers='mean'"),
+    "shard dims": (run_once, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, {}, "float32 sharded along dim 1"),
+    "sync": (run_once, {"sync": "broadcast"}, {}, r"rank 0 ran fully_shard\(\) of 'Linear'; rank 1 ran "),
     "messages": (run_once, {"comm_policy": CommPolicy(direct_min_bytes=0)}, {}, "Ranks diverged"),
     "factors": (divided, {"factor": 1.0}, {"factor": 2.0}, r"\(divided by 1.0\)"),
     "norms": (clipped, {"max_norm": 1.0}, {"max_norm": 2.0}, r"clip_grad_norm_\(1.0, 2.0\)"),

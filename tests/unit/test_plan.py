@@ -17,12 +17,12 @@ def test_adding_a_unit_that_is_planned_already_takes_its_place() -> None:
     plan = Plan(ModelSummary.of(model), [PlannedUnit(("0",), options={"sync": "off"}), PlannedUnit(("1", "2"))])
     plan.add("0", why="by hand", reshard_after_forward=False)
     plan.add("2")
-    plan.add("", buffers="mean")
+    plan.add("", sync="off")
     assert [(unit.name, dict(unit.options)) for unit in plan.units] == [
         ("0", {"reshard_after_forward": False}),
         ("1", {}),
         ("2", {}),
-        ("(model)", {"buffers": "mean"}),
+        ("(model)", {"sync": "off"}),
     ]
 
 

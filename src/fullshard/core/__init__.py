@@ -93,8 +93,7 @@ extension.py           tensor subclasses with their own all-gather hooks
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 parameter_alias.py     ParameterAlias: parameters from before sharding, aliases of the sharded ones
 reduction_arena.py     ReductionArena: memory with fixed addresses for reductions
-replicas.py            equal weights and buffers on replicas
-value_sync.py          checks and broadcasts of values before sharding
+value_sync.py          values of all ranks: compared in the first forward, or broadcast
 meta_init.py           memory that nothing wrote before the first forward
 uninitialized.py       finds tensors whose memory was never written
 lint.py                parameters that no unit reduces; warnings about waste

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import hashlib
 import struct
@@ -98,9 +99,9 @@ class Agreement(Ranks):
         self._handles: dict[ProcessGroupHandle, ShardAxis] = {}  # which let go of a process group that torch destroyed
         for axis in axes:
             if axis.replicas is not None and axis.replicas.ranks > 1:
-                self._handles[axis.replicas.held] = axis
+                self._handles.setdefault(axis.replicas.held, axis)
             if shards and axis.held is not None and axis.ranks > 1:
-                self._handles[axis.held] = axis
+                self._handles.setdefault(axis.held, axis)
         self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
         self._last: LoggedCall | None = None
 
@@ -114,6 +115,12 @@ class Agreement(Ranks):
         if [axis.key] == [one.key for one in self.axes]:
             return self
         return Agreement(self._communicator, [axis], self._unit_name, self._doing, self._subject, shards=self._shards)
+
+    def over(self, handles: Iterable[ProcessGroupHandle]) -> Agreement:
+        """Return the agreement of the same call over some of its process groups."""
+        part = copy.copy(self)
+        part._handles = {held: self._handles[held] for held in handles}
+        return part
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from fullshard.core import lint
 from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.meta_init import warn_if_unwritten
-from fullshard.core.replicas import share_buffers
 from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import like_shard
 from fullshard.core.sharded_param import ShardedParameter
@@ -137,10 +136,6 @@ class ForwardHooks:
             raise
         dtype = unit.options.mp.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
-
-    def sync_buffers(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Average or broadcast the buffers after a forward that did not raise."""
-        share_buffers(self._unit, module, self._unit.runtime.communicator)
 
 
 def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
@@ -264,13 +259,10 @@ def install_hooks(unit: Unit) -> None:
     """Install all hooks of a unit, and watch its modules for added parameters. Call it once per unit."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
-    sync_buffers = _torch.disable_tracing(forward.sync_buffers) if unit.options.buffers != "local" else None
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
     for root in unit.modules:
         unit.place.add_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         unit.place.add_hook(root, root.register_forward_hook(after, always_call=True))
-        if sync_buffers is not None:
-            unit.place.add_hook(root, root.register_forward_hook(sync_buffers))
         unit.place.add_hook(root, root.register_state_dict_pre_hook(state.before_save))
         unit.place.add_hook(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.core.joined_calls import Joined
-from fullshard.core.replicas import share_buffers
 from fullshard.core.runtime import Runtime
 from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_modules import unit_of
@@ -70,8 +69,6 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
         if grad and (has_graph if had_graph is None else had_graph):
             last = Joined(inner.number, ended.call, alone)
             runtime.joined.add(last)
-        if inner.options.buffers != "local":
-            share_buffers(inner, inner.modules[0], runtime.communicator)
     return last
 
 

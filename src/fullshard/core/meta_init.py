@@ -40,7 +40,7 @@ def mark_unwritten(unit: Unit, fresh: UninitializedTensors, by: str = "to_empty(
     """
     with torch.no_grad():
         fresh.mark(by)
-    unit.checks.uninitialized = fresh
+    unit.checks.uninitialized, unit.checks.values = fresh, unit.options.sync != "off"
 
 
 def check_written(unit: Unit) -> None:

@@ -22,6 +22,7 @@ from fullshard.policies import GradDtype
 
 if TYPE_CHECKING:
     from fullshard.core.unit import Owner
+    from fullshard.core.value_sync import InitialValues
 
 
 class WeakBackReference:
@@ -115,6 +116,7 @@ class ShardedParameter:
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
         exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
+        initial: what this rank sharded, until the first forward compares the ranks; None if nothing is compared.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
     """
 
@@ -123,6 +125,7 @@ class ShardedParameter:
         "_exposed",
         "exposed_grad",
         "grad_dtype",
+        "initial",
         "keeps_dtype",
         "local",
         "local_grad",
@@ -165,6 +168,7 @@ class ShardedParameter:
         self.local_grad: Tensor | None = None
         self.exposed_grad: Tensor | None = None
         self.write_count = 0
+        self.initial: InitialValues | None = None
         self.owner: Owner | None = None
         self.unit_name = UnitName("")
         # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
@@ -203,10 +207,18 @@ class ShardedParameter:
         """The attributes of the sharded parameter that the user set, without those of fullshard."""
         return _user_attributes(self.sharded)
 
+    @property
+    def version(self) -> int:
+        """A number that increases with every write to the shard that can be seen."""
+        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and fused
+        # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
+        return self.write_count + self.sharded._version + version_of_memory(self.local)
+
     # --- the sharded parameter ---
 
     def bind_to_flat_shard(self, local: Tensor) -> None:
         """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
+        unwritten = self.initial is not None and self.initial.version == self.version
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
         if local is not self.local and self.owner is not None:  # not the first one
@@ -225,6 +237,8 @@ class ShardedParameter:
         if self.grad_dtype.explicit:  # the swap discarded it
             _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
+        if self.initial is not None and unwritten:  # a group that is built again writes nothing
+            self.initial.version = self.version
 
     def has_new_grad_dtype(self, source: Tensor) -> bool:
         """Return True if the caller set another `grad_dtype` on `source`: the sharded parameter, or one that replaces it."""

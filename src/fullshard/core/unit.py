@@ -21,14 +21,14 @@ from fullshard.core.mesh import ShardAxis
 from fullshard.core.meta_init import check_written
 from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
-from fullshard.core.replicas import check_replicas
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.shard_values import gradients_of_assigned, read_slots, set_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.uninitialized import UninitializedTensors
 from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.unsharded_buffer import GroupCollectives, Storage
+from fullshard.core.unsharded_buffer import Storage
+from fullshard.core.value_sync import compare_values
 from fullshard.errors import StateError, warn_once
 from fullshard.policies import CPUOffloadPolicy, StateSharding
 
@@ -48,6 +48,7 @@ class PendingChecks:
     remarks: bool = True  # waste in the model, if the unit is the outermost one
     names: bool = True  # names and paths of the units below, if the unit is the outermost one
     gathers: bool = True  # how each parameter is all-gathered
+    values: bool = False  # whether ranks that must have equal values do
     uninitialized: UninitializedTensors | None = None  # memory that nothing has written yet
 
 
@@ -111,8 +112,6 @@ class Unit:
         self.checks = PendingChecks()
         # From `finalize_backward(async_op=True)` to `wait()`.
         self.pending: PendingReduction | None = None
-        # Collectives of its buffers, made when they are first needed.
-        self._buffer_collectives: GroupCollectives | None = None
         # Where the parameters are, and what the scheduler expects of the unit.
         self.record: UnitRecord = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
@@ -187,11 +186,12 @@ class Unit:
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if not scheduler.running:
             runtime.begin_outermost_forward(self, module)
-        if self.checks.uninitialized is not None:  # memory of to_empty(): is all of it written, and equally on replicas?
+        if self.checks.uninitialized is not None:
             self.refresh()
             check_written(self)
-            check_replicas(self)
-            self.checks.uninitialized = None  # if a check raised, the next forward runs them again
+        if self.checks.values:
+            compare_values(self)
+        self.checks.uninitialized = None  # if a check raised, the next forward runs them again
         stale = False
         # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
         if record.residency is Residency.FULL or (record.residency is Residency.GATHERING and self._is_outdated()):
@@ -691,20 +691,13 @@ class Unit:
         for group in groups:
             group.bind_parameters()
             group.keep_memory(self.options.keep_memory)
-        self.groups, self.checks.gathers, self._buffer_collectives = groups, True, None
+        self.groups, self.checks.gathers = groups, True
         self.runtime.update_timeouts()
         for group in groups:
             owner = Owner(self, group)
             for parameter in group.parameters:
                 parameter.owner, parameter.unit_name = owner, self.unit_name
         self._update_record()
-
-    @property
-    def buffer_collectives(self) -> GroupCollectives:
-        """Collectives for the buffers of its modules."""
-        if self._buffer_collectives is None:
-            self._buffer_collectives = self.runtime.communicator.collectives.of_axis(self.axis, self.options)
-        return self._buffer_collectives
 
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of unsharded parameters and messages when they are freed, or free it from now on."""

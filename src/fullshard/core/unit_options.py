@@ -43,9 +43,8 @@ class UnitOptions:
     # Keep the memory of unsharded parameters and messages at its address. `Unit.keep_memory` changes it.
     keep_memory: bool = False
 
-    # Fixed: `sync` is read when the module is sharded or first runs after meta, `buffers` then and after forwards.
+    # Fixed: read when the module is sharded, and in the first forward.
     sync: str = "check"
-    buffers: str = "local"
 
     # From the options above.
     reduces: bool = field(init=False)  # the end of the unit's backward reduces its gradients; else they are kept on this rank

@@ -29,14 +29,7 @@ from fullshard.core.subclasses import is_plain
 from fullshard.core.unit import name_units_in
 from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.value_sync import (
-    BUFFERS,
-    SYNCS,
-    broadcast,
-    find_partly_on_meta,
-    find_unequal_arguments,
-    find_unequal_values,
-)
+from fullshard.core.value_sync import SYNCS, InitialValues, broadcast, find_partly_on_meta, initial_values
 from fullshard.errors import warn_once
 from fullshard.frontend import patches
 from fullshard.frontend.fsdp2_state import UnitView, view_of
@@ -76,7 +69,6 @@ def fully_shard(  # type: ignore[misc]
     comm_policy: CommPolicy = CommPolicy(),
     check_policy: CheckPolicy = CheckPolicy(),
     sync: str = "check",
-    buffers: str = "local",
 ) -> nn.Module | list[nn.Module]:
     """Shard the parameters of `module` over `mesh` in place, and unshard them around its forward and backward. Collective.
 
@@ -114,15 +106,11 @@ def fully_shard(  # type: ignore[misc]
             DTensors on that mesh.
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
-        sync: "check" raises an error with the name of the first parameter whose values differ between ranks, for example
-            because of different seeds. "broadcast" copies the parameters and buffers of the first rank to all ranks. "off"
-            does neither. FULLSHARD_SYNC in the environment takes the place of "check". Replicas of parameters on meta are
-            compared at the first forward. With threads as ranks (torch's tests) all ranks draw from one generator, so "check"
-            means "off".
-        buffers: "local" leaves buffers to each rank, as FSDP2 does. "mean" averages floating-point buffers (such as the
-            running statistics of batch norms) over all ranks after each forward in training mode, and copies the other
-            buffers from the first rank. "broadcast" copies all buffers from the first rank. "mean" and "broadcast" replace
-            the buffers by new tensors, since the autograd graph may need the old ones.
+        sync: "check" compares the ranks in the first forward of the model, by digests taken now: values that nothing has
+            written since (loaded, broadcast, initialized) must be equal on all ranks, and replicas in any case. The error names
+            the first parameter that differs, for example because of different seeds. "broadcast" copies the parameters and
+            buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the environment takes the place of
+            "check". With threads as ranks (torch's tests) all ranks draw from one generator, so "check" means "off".
 
     Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim. Their mesh and
     `mesh` must be dims of one DeviceMesh with named dims.
@@ -131,10 +119,9 @@ def fully_shard(  # type: ignore[misc]
         `module`, the same object. Its class is now a subclass of `FSDPModule` and of its original class.
 
     Raises:
-        ValueError: for a container without forward, a module that was sharded already, a parameter on another device type
-            or with different values on different ranks, a tie between units with different options, a mesh of more than
-            two dims, an impossible placement, or an option of the wrong type. The error names the module or parameter, and
-            is raised before a module or parameter has changed.
+        ValueError: for a container without forward, a module that was sharded already, a parameter on another device type,
+            a tie between units with different options, a mesh of more than two dims, an impossible placement, or an option of
+            the wrong type. The error names the module or parameter, and is raised before a module or parameter has changed.
 
     Example:
         >>> for block in model.blocks:                                                        # doctest: +SKIP
@@ -162,7 +149,6 @@ def fully_shard(  # type: ignore[misc]
         comm_policy,
         check_policy,
         sync,
-        buffers,
     )
     communicator = Runtime.of(arguments.axis.device, comm_policy).communicator
     with communicator.reporting_exceptions(f"'{type(modules[0]).__name__}' fully_shard()"):
@@ -195,11 +181,13 @@ def _shard(
     communicator = Runtime.of(axis.device, options.comm).communicator
     for each in (axis, *(how.axis for how in found.shardings)):
         communicator.log_of(each).forget_writes()  # to an earlier model: ranks that failed may have missed some
-    _check_or_sync_values(found, _agreement(modules, arguments), options)
+    if options.sync == "broadcast" and (refs or found.managed.buffers):
+        _broadcast_values(found, _agreement(modules, arguments))
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
     with torch.no_grad():
+        initial = [] if options.sync == "off" else found.initial_values(options)
         new = [
             ShardedParameter(ref, how, keeps_dtype=keeps) for ref, how, keeps in zip(refs, found.shardings, found.keep_dtype)
         ]
@@ -210,6 +198,9 @@ def _shard(
         found.ties.install()
     for left_alone in ignored:
         mark_ignored(left_alone)
+    for parameter, values in zip(new, initial):
+        parameter.initial, values.version = values, parameter.version
+    unit.checks.values = options.sync != "off"
     install_unit(unit, sharded_class, UnitView, found.managed.modules)
     for root in unit.modules:
         name_units_in(root)
@@ -244,14 +235,12 @@ class _ResolvedArguments:
         comm_policy: CommPolicy = CommPolicy(),
         check_policy: CheckPolicy = CheckPolicy(),
         sync: str = "check",
-        buffers: str = "local",
     ) -> _ResolvedArguments:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
         if sync == "check" and _torch.threads_are_ranks():
             sync = "off"  # threads draw from one shared generator, so each builds a different model, whatever the seed
-        for option, choice, allowed in (("sync", sync, SYNCS), ("buffers", buffers, BUFFERS)):
-            if choice not in allowed:
-                raise ValueError(f"{option} must be one of {allowed}, got {choice!r}.")
+        if sync not in SYNCS:
+            raise ValueError(f"sync must be one of {SYNCS}, got {sync!r}.")
         for name, value, kind in (
             ("comm_policy", comm_policy, CommPolicy),
             ("check_policy", check_policy, CheckPolicy),
@@ -273,7 +262,6 @@ class _ResolvedArguments:
             comm=comm_policy,
             checks=check_policy,
             sync=sync,
-            buffers=buffers,
         )
         return cls(axis, options, shard_placement_fn, mp_policy)
 
@@ -302,6 +290,20 @@ class _Inspection:
     refs: list[ParamRef]  # the parameters to shard
     shardings: list[ParamSharding]  # one per entry of `refs`
     keep_dtype: list[bool]  # one per entry of `refs`: True to all-gather it in its own dtype, whatever the policy
+
+    def initial_values(self, options: UnitOptions) -> list[InitialValues]:
+        """Return what this rank is about to shard, for the comparison of ranks; one per entry of `refs`."""
+        # This option decides which collectives start. Each all-gather compares the other options.
+        kept = "" if options.subgroup_size is None else f", reshard_after_forward={options.subgroup_size}"
+        found: list[InitialValues] = []
+        for ref, keeps, sharding in zip(self.refs, self.keep_dtype, self.shardings):
+            tensor = ref.parameter
+            explicit, grad_dtype = _torch.grad_dtype_of(tensor)
+            description = f"'{ref.name}' {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' frozen'}"
+            description += f"{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
+            description += f"{f' sharded along dim {sharding.dim}' if sharding.dim else ''}{kept}"
+            found.append(initial_values(description, tensor, sharding))
+        return found
 
 
 def _inspect(
@@ -336,7 +338,7 @@ class PreparedShard:
     """A call of `fully_shard`, checked now and applied later.
 
     The constructor raises the errors of `fully_shard` about this rank's module and options, and changes no module and no
-    parameter. `apply_prepared` compares the ranks and shards. Both are collective.
+    parameter. Both it and `apply_prepared` are collective.
 
     Args:
         module: as in `fully_shard`.
@@ -374,44 +376,17 @@ def _agreement(modules: list[nn.Module], arguments: _ResolvedArguments) -> Agree
     return Agreement(runtime.communicator, [arguments.axis], UnitName(type(modules[0]).__name__), "fully_shard()", classes)
 
 
-def _check_or_sync_values(found: _Inspection, agreement: Agreement, options: UnitOptions) -> None:
-    """Compare the parameters of all ranks, then compare or broadcast their values as `options.sync` requires. Collective.
+def _broadcast_values(found: _Inspection, agreement: Agreement) -> None:
+    """Give all ranks the first rank's parameters and buffers. Collective.
 
-    Raises ValueError on every rank if the ranks have different parameters, or different values where these are checked.
+    Raises ValueError on every rank if a tensor is on meta on some ranks only.
     """
-    how = options.sync
-    named: list[tuple[str, torch.Tensor]] = []
-    for ref, keeps, sharding in zip(found.refs, found.keep_dtype, found.shardings):
-        explicit, grad_dtype = _torch.grad_dtype_of(ref.parameter)
-        name = f"'{ref.name}'{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
-        named.append((name if sharding.dim == 0 else f"{name} sharded along dim {sharding.dim}", ref.parameter))
-    # These options decide which collectives start. Each all-gather compares the other options.
-    compared = f"sync={how!r}, buffers={options.buffers!r}, reshard_after_forward={options.subgroup_size}"
-    wrong = find_unequal_arguments(named, compared, agreement)
-    if wrong is not None:
-        raise ValueError(wrong)
-    if how == "off" or not (found.refs or found.managed.buffers):
-        return
     (axis,) = agreement.axes
-    sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {}  # by ranks with equal values
+    buffers = [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
+    sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {axis.key: (axis, buffers)}
     for ref, sharding in zip(found.refs, found.shardings):
         where = axis if sharding.axis.is_replicated else sharding.axis
         sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
-    if how == "check":
-        # On all axes before any error: the ranks of another axis may not have found a difference.
-        found_on = [find_unequal_values(named, agreement.on_axis(where)) for where, named in sets.values()]
-        wrong = next((text for text in found_on if text is not None), None)
-        if len(sets) > 1 and not agreement.all_equal(b"equal" if wrong is None else b"differ") and wrong is None:
-            wrong = "Values differ between other ranks"
-        if wrong is not None:
-            raise ValueError(
-                f"{wrong}: each rank would keep a shard of a different model. Seed all ranks equally before the model is "
-                "built, or pass sync='broadcast' to take the values of the first rank, or sync='off' if the values are "
-                "loaded later (FULLSHARD_SYNC=off in the environment does the same for a program that you cannot change)."
-            )
-        return
-    own = sets.setdefault(axis.key, (axis, []))[1]
-    own += [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
     for where, named in sets.values():
         partly = find_partly_on_meta(named, agreement.on_axis(where))
         if partly is not None:
