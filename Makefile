@@ -12,6 +12,7 @@ PIP := $(PYTHON) -m pip --disable-pip-version-check install -qq $(if $(TORCH),'t
 TRAIN ?=
 FINETUNE ?=
 CHAOS ?=
+BENCH ?=
 REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode files every rank of the tests compiles all modules again
@@ -69,12 +70,13 @@ chaos: $(READY)  ## end a rank in every way at every place of a small job, 336 j
 	@echo "== ending ranks of small jobs; at most fifteen minutes"
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
 
-check: $(READY)  ## check format, lint, types and docstrings
-	@echo "== checking format, lint, types and docstrings"
+check: $(READY)  ## check format, lint, types, docstrings and the tables of figures
+	@echo "== checking format, lint, types, docstrings and the tables of figures"
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(PYTHON) scripts/docstrings.py
+	@$(PYTHON) scripts/results.py --check
 
 format: $(READY)  ## format the code, and fix lint findings
 	@$(VENV)/bin/ruff format .
@@ -98,8 +100,8 @@ try-wheel: wheel  ## install the wheel in an empty environment outside of the ch
 	env/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 bottom_up.py && \
 	env/bin/python -c 'import fullshard; print("fullshard", fullshard.__version__, "of", fullshard.__file__)' && env/bin/fullshard --help > /dev/null
 
-bench: $(READY)  ## compare host time, memory and two-rank speed with torch's FSDP2 and DDP, in one table
-	@$(PYTHON) benchmarks/run.py
+bench: $(READY)  ## compare host time, memory and two-rank speed with torch's FSDP2 and DDP; BENCH=--json keeps the figures
+	@$(PYTHON) benchmarks/run.py $(BENCH)
 
 test-clients: $(CLIENTS)/.ready  ## run accelerate, Trainer, Lightning, peft, torchao, transformers and pipelining on fullshard (installs them)
 	@echo "== running programs of other libraries on fullshard, on two ranks each; about five minutes"
@@ -116,6 +118,7 @@ pictures: $(READY)  ## draw the pictures and write the tables of the documentati
 	@$(PYTHON) docs/pictures/draw.py
 	@$(PYTHON) scripts/proofs.py
 	@$(PYTHON) scripts/levels.py
+	@$(PYTHON) scripts/results.py
 
 gpu-check: $(READY)  ## check and measure the stream path on one GPU (torch 2.11 or newer; about six minutes)
 	@$(PYTHON) tests/gpu/gpu_check.py

@@ -11,7 +11,6 @@ log entry, tag and watched wait, and the heartbeat; only tests of attributes rem
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -195,7 +195,7 @@ def main() -> None:
         f"checks {100 * (step['ratio'] - 1):5.2f} % (median of pairs)"
     )
     if options.json:
-        print(json.dumps({"host": found, "entry": entry, "step": step}), flush=True)
+        print(record.line({"host": found, "entry": entry, "step": step}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from statistics import median
 
+import record
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -71,7 +71,7 @@ def main() -> None:
                 )
         dist.destroy_process_group()
     if options.json:
-        print(json.dumps(found))
+        print(record.line(found))
 
 
 def measure(

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -158,7 +158,7 @@ def main() -> None:
                 print(f"peak (U), {ranks:5d} ranks, dim {dim}, {label:20s}: {'   '.join(listed)}", flush=True)
         dist.destroy_process_group()
     if options.json:
-        print(json.dumps(results))
+        print(record.line(results))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ of all alternate in one process per rank; figures are medians of the slowest ran
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -101,7 +101,7 @@ def race(rank: int, ranks: int, steps: int, store: str, as_json: bool) -> None:
                 told = "   ".join(f"{name} {medians[name]:.3f} s ({ratio:.1f})" for name, ratio in ratios.items())
                 print(f"Muon, {title}, {ranks} ranks: {told}", flush=True)
     if rank == 0 and as_json:
-        print(json.dumps(found), flush=True)
+        print(record.line(found), flush=True)
     dist.destroy_process_group()
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print the ratios as JSON in the last line")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     os.environ.setdefault("FULLSHARD_SYNC", "off")
     with tempfile.TemporaryDirectory() as folder:

@@ -9,12 +9,12 @@ process group of eight ranks. Steps of all three are interleaved; figures are me
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -122,7 +122,7 @@ def main() -> None:
         )
     dist.destroy_process_group()
     if options.json:
-        print(json.dumps(results))
+        print(record.line(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run all benchmarks, one after the other, and print their ratios in one table.
 
-python benchmarks/run.py
+python benchmarks/run.py [--json]    # --json: keep the figures as benchmarks/results/BENCHMARK.DATE.json, too
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 
 HERE = Path(__file__).parent
 
 
 def run(script: str, *arguments: str) -> dict[str, Any]:
-    """Run a benchmark, print its output, and return the JSON of its last line."""
+    """Run a benchmark, print its output, and return its figures. With `--json`, keep them in a file."""
     print(f"== {script}", flush=True)
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "6"}
     command = [sys.executable, str(HERE / script), "--json", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
     *said, last = done.stdout.strip().splitlines()
     print("\n".join(said), flush=True)
-    return json.loads(last)
+    found = json.loads(last)
+    if "--json" in sys.argv[1:]:
+        record.write(HERE / "results" / f"{Path(script).stem}.{found['date']}.json", found)
+    return found["figures"]
 
 
 def main() -> None:

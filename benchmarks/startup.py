@@ -19,6 +19,7 @@ import time
 import warnings
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -114,7 +115,7 @@ def main() -> None:
                 )
             print(f"sharding on meta, {name:8s} {world:6,d} ranks: {'   '.join(listed)}", flush=True)
     if options.json:
-        print(json.dumps(results))
+        print(record.line(results))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import time
 from statistics import median
 
+import record
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -94,7 +94,7 @@ def worker(rank: int, options: argparse.Namespace) -> None:
                 )
     dist.destroy_process_group()
     if rank == 0 and options.json:
-        print(json.dumps(found), flush=True)
+        print(record.line(found), flush=True)
 
 
 def main() -> None:

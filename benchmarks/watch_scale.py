@@ -9,10 +9,11 @@ is sent over a network. Each watchdog checks ten times a second, like its thread
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+
+import record
 
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName
 from fullshard.checks.store import MAX_WOKEN, StateStore
@@ -147,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 1024, 16384])
     parser.add_argument("--seconds", type=float, default=30.0, help="of simulated time for which one rank stalls")
-    parser.add_argument("--json", action="store_true", help="end with the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args()
     heads = ["ranks", "idle", "requests/s", "MB/s", "named after s", "(took s)"]
     print("  ".join(f"{head:>13}" for head in heads))
@@ -157,7 +158,7 @@ def main() -> None:
         cells = [f"{ranks:,}", row["idle"], f"{row['requests']:,}", f"{row['bytes'] / 1e6:.3f}"]
         print("  ".join(f"{cell:>13}" for cell in [*cells, f"{row['named']:.1f}", f"{row['took']:.0f}"]), flush=True)
     if options.json:
-        print(json.dumps(found))
+        print(record.line(found))
 
 
 if __name__ == "__main__":

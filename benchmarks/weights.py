@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -253,7 +254,7 @@ def main() -> None:
         print(f"stream {label}: iter_full {1e3 * streamed['iter_full']:.1f} ms, full_tensor {1e3 * streamed['full_tensor']:.1f} ms "
               f"({streamed['full_tensor'] / streamed['iter_full']:.2f} times as fast)", flush=True)  # fmt: skip
     if options.json:
-        print(json.dumps(results))
+        print(record.line(results))
 
 
 if __name__ == "__main__":

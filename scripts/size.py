@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "fullshard"
 ENGINE = ("core", "comm", "checks", "frontend", "state")  # what runs in a step of `fully_shard`; FSDP2 has 5,726 lines
+ENGINE_NAME = f"engine: {', '.join(ENGINE)}"
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -30,21 +31,36 @@ def code(text: str) -> int:
     return len(lines)
 
 
-def main() -> None:
-    """Print a row for each package, for the files beside them, for the engine, and for all."""
-    lines, of_code, files = Counter[str](), Counter[str](), Counter[str]()
+@dataclass
+class Size:
+    """Size of a group of files."""
+
+    files: int = 0
+    lines: int = 0
+    code: int = 0
+
+
+def sizes() -> dict[str, Size]:
+    """Return the size of each package, of the files beside them, of the engine, and of all."""
+    found: dict[str, Size] = {}
     for path in SOURCE.rglob("*.py"):
         text, parts = path.read_text(), path.relative_to(SOURCE).parts
         groups = [parts[0] if len(parts) > 1 else "(beside them)", "in all"]
         if parts[0] in ENGINE:
-            groups.append("engine: " + ", ".join(ENGINE))
+            groups.append(ENGINE_NAME)
         for group in groups:
-            files[group] += 1
-            lines[group] += len(text.splitlines())
-            of_code[group] += code(text)
+            one = found.setdefault(group, Size())
+            one.files += 1
+            one.lines += len(text.splitlines())
+            one.code += code(text)
+    return found
+
+
+def main() -> None:
+    """Print a row for each group."""
     print(f"{'':46s} files   lines  of code")
-    for group in sorted(files, key=lambda group: (":" in group, group == "in all", group)):
-        print(f"{group:46s} {files[group]:5d} {lines[group]:7,d} {of_code[group]:8,d}")
+    for group, one in sorted(sizes().items(), key=lambda item: (":" in item[0], item[0] == "in all", item[0])):
+        print(f"{group:46s} {one.files:5d} {one.lines:7,d} {one.code:8,d}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_forward_needs_two_units_and_backward_three() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--json"]
     command += ["--dims", "2048", "--ranks", "64", "512", "--of", "fullshard", "packed"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    peaks = json.loads(done.stdout.strip().splitlines()[-1])
+    peaks = json.loads(done.stdout.strip().splitlines()[-1])["figures"]
     for size in (64, 512):
         for precision, whole in (
             ("fp32", 4),
