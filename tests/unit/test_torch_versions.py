@@ -29,15 +29,25 @@ def test_flops_of_attention_are_those_of_its_products() -> None:
         assert _torch.count_flops(backward, (grad, query, key, value), {}, ()) == 2 * scores * (4 + 6 + 6 + 4 + 4)
 
 
-def test_groups_of_our_own_are_made_whatever_torch_asks_of_a_split_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15 also passes the backend; other threads make their groups meanwhile, and get torch's answer."""
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(c10d._NAMING, "given_source", lambda *args: asked.append(args))
-    c10d._NAMING.split_source("group")
-    c10d._NAMING.split_source("group", "nccl")
-    assert asked == [("group",), ("group", "nccl")]
-    monkeypatch.setattr(c10d._NAMING.of_thread, "name", "ours", raising=False)
-    assert c10d._NAMING.split_source("group", "nccl") is None and len(asked) == 2
+def test_groups_of_our_own_have_our_names_and_are_not_split_from_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of torch count the groups of the rank, which differ; a split needs all ranks of the default group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        world: Any = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda:0")  # as init_process_group(device_id=) does
+        monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", lambda *args: pytest.fail("asked for a split"))
+        made = _torch.new_group("shards of one model", [3, 1])
+        assert world.bound_device_id == torch.device("cuda:0")
+        assert dist.get_process_group_ranks(made) == [3, 1] and made.rank() == 1 and _torch.is_alive(made)
+        name = _torch.group_name(made)
+        dist.destroy_process_group(made)
+        world.bound_device_id = None
+        dist.new_group([0, 1])
+        assert _torch.group_name(_torch.new_group("shards of one model", [3, 1])) == name
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,20 @@ import hashlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard._torch.versions import VERSION
 from fullshard.errors import warn_once
 
 __all__ = [
-    "THREADED",
     "NetworkError",
-    "PerRank",
     "StoreError",
     "abort_group",
     "backend_name",
@@ -41,13 +38,8 @@ __all__ = [
     "process_group_memory",
     "store_host",
     "symmetric_memory",
-    "threads_are_ranks",
     "world_size",
 ]
-
-K = TypeVar("K")
-V = TypeVar("V")
-
 
 # --- process groups and their backends -------------------------------------------------------------------------------
 
@@ -109,141 +101,55 @@ def has_backend(device: torch.device) -> bool:
         return False
 
 
-THREADED = "threaded"
-"""Name of the backend of torch's tests in which ranks are threads of one process."""
-
-
-def threads_are_ranks() -> bool:
-    """Return True if each thread is a rank with its own process groups."""
-    # Private: torch's tests replace `_world` by an object whose own `_world` is thread-local. If that changes, threads share
-    # caches by process, and ranks of such tests use the meshes of other ranks.
-    return isinstance(getattr(dist.distributed_c10d._world, "_world", None), threading.local)
-
-
-class PerRank(MutableMapping[K, V]):
-    """Dict of this rank: one for the process, or one for each thread if threads are ranks (`THREADED`).
-
-    Not for hot paths: each access takes a microsecond.
-    """
-
-    def __init__(self) -> None:
-        self._of_process: dict[K, V] = {}
-        self._of_thread = threading.local()
-
-    def _mine(self) -> dict[K, V]:
-        if not threads_are_ranks():
-            return self._of_process
-        return self._of_thread.__dict__.setdefault("known", {})
-
-    def __getitem__(self, key: K) -> V:
-        return self._mine()[key]
-
-    def __setitem__(self, key: K, value: V) -> None:
-        self._mine()[key] = value
-
-    def __delitem__(self, key: K) -> None:
-        del self._mine()[key]
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._mine())
-
-    def __len__(self) -> int:
-        return len(self._mine())
-
-
 # --- new process groups ----------------------------------------------------------------------------------------------
-
-
-class _PlacedRank(int):
-    """A rank that is sorted by its place in a list: torch before 2.13 always sorts the ranks of a new process group."""
-
-    place: int
-
-    def __lt__(self, other: Any) -> bool:
-        return self.place < other.place if isinstance(other, _PlacedRank) else int.__lt__(self, other)
-
-
-def _placed(ranks: Sequence[int]) -> list[int]:
-    placed = [_PlacedRank(rank) for rank in ranks]
-    for place, rank in enumerate(placed):
-        rank.place = place
-    return list(placed)
 
 
 def new_group(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Create a process group of `ranks`, in this order, called on these ranks only, which all derive the same name.
 
-    torch's name for such a group contains the number of process groups of the rank, which may differ between ranks. The ranks
-    then wait for each other forever. They also wait forever if nccl splits the group from the default group
-    (`init_process_group(device_id=...)`), because a split needs all ranks of the default group.
+    `dist.new_group` takes no name, and its own contains the number of process groups of the rank, which may differ between
+    ranks: they would wait for each other forever.
     """
-    with _named(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()):
-        if list(ranks) == sorted(ranks):
-            return dist.new_group(list(ranks), use_local_synchronization=True)
-        if VERSION >= (2, 13):
-            return dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
-        return dist.new_group(_placed(ranks), use_local_synchronization=True)
+    # Private: `_new_process_group_helper`, which `dist.new_group` calls once it has chosen a name, `pg_map` and
+    # `pg_group_ranks`, torch's tables of process groups. If the helper changes its arguments, this raises TypeError.
+    c10d = dist.distributed_c10d
+    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    unique = c10d.GroupName(hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest())
+    timeout = c10d._get_default_timeout(dist.Backend(backend))
+    with _without_splits():
+        made = c10d._new_process_group_helper(
+            len(ranks), ranks.index(dist.get_rank()), list(ranks), dist.Backend(backend), store, unique, timeout=timeout
+        )
+    group: dist.ProcessGroup = made[0]  # type: ignore[assignment]
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
-class _Naming:
-    """Replacements of two functions of torch while threads create process groups under our names.
+class _Splits:
+    """The device of the default process group while threads create groups, each of which may wait for other ranks."""
 
-    Several threads can create groups at the same time: each waits for other ranks, so a lock held meanwhile could deadlock.
-    Other threads of the program get torch's answers. The groups are created from scratch, not split from the default group.
-
-    Attributes:
-        lock: protects `threads` and the replacement.
-        threads: number of threads that are creating a group.
-        of_thread: `of_thread.name` is the name of the group that this thread creates, or None.
-        given: torch's `_process_group_name`.
-        given_source: torch's `_get_split_source`.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.threads = threading.Lock(), 0
-        self.of_thread = threading.local()
-        self.given: Callable[..., Any] = dist.distributed_c10d._process_group_name
-        self.given_source: Callable[..., Any] = dist.distributed_c10d._get_split_source
-
-    def name(self, ranks: Any, use_hashed_name: bool) -> Any:
-        """Return the name for a new group: ours on a thread that creates one, else torch's."""
-        chosen = getattr(self.of_thread, "name", None)
-        return self.given(ranks, use_hashed_name) if chosen is None else dist.distributed_c10d.GroupName(chosen)
-
-    def split_source(self, group: Any, *more: Any) -> Any:
-        """Return None (no split) on a thread that creates one of our groups, else torch's answer.
-
-        Args:
-            group: the group to split.
-            more: from torch 2.15 on, the requested backend.
-        """
-        return self.given_source(group, *more) if getattr(self.of_thread, "name", None) is None else None
-
-
-_NAMING = _Naming()
+    lock, threads, device = threading.Lock(), 0, None
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Give `name` to the process group that this thread creates in the block."""
-    # Private: `_process_group_name` and `_get_split_source`, which `new_group` looks up in its module. `dist.new_group` accepts
-    # no name. If torch stops calling them, the ranks wait for each other as described in `new_group`.
-    c10d, naming = dist.distributed_c10d, _NAMING
-    with naming.lock:
-        naming.threads += 1
-        if naming.threads == 1:  # the first thread replaces, and the last one restores
-            naming.given, c10d._process_group_name = c10d._process_group_name, naming.name  # type: ignore[assignment]
-            naming.given_source, c10d._get_split_source = c10d._get_split_source, naming.split_source  # type: ignore[assignment]
-    naming.of_thread.name = name
+def _without_splits() -> Iterator[None]:
+    """Let torch create process groups from scratch in the block, instead of splitting them from the default group.
+
+    A split, as of nccl after `init_process_group(device_id=...)`, needs all ranks of the default group.
+    """
+    # Private: `bound_device_id`, by which torch decides to split.
+    group: Any = dist.group.WORLD
+    with _Splits.lock:
+        if not _Splits.threads:
+            _Splits.device, group.bound_device_id = group.bound_device_id, None
+        _Splits.threads += 1
     try:
         yield
     finally:
-        naming.of_thread.name = None
-        with naming.lock:
-            naming.threads -= 1
-            if not naming.threads:
-                c10d._process_group_name = naming.given  # type: ignore[assignment]
-                c10d._get_split_source = naming.given_source
+        with _Splits.lock:
+            _Splits.threads -= 1
+            if not _Splits.threads:
+                group.bound_device_id = _Splits.device
 
 
 # --- memory for collectives ------------------------------------------------------------------------------------------
@@ -256,9 +162,9 @@ def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Call
     """
     # Private: `_get_backend`, since only backends, not process groups, have `supports_tensor_alloc` and `allocate_tensor`.
     name = backend_name(group, device)
-    backend = group._get_backend(device) if name != THREADED else None
+    backend = group._get_backend(device)
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if backend is None or supports is None or not (is_nccl(name) or supports(device)):
+    if supports is None or not (is_nccl(name) or supports(device)):
         raise ValueError(
             f"This setting is not available: the {name} backend allocates no memory for messages. Use nccl, or leave this "
             "setting off."

@@ -507,10 +507,9 @@ PROCESS = _Process()
 def watchdog_of(backend: str) -> Watchdog | None:
     """Return the watchdog of this process; None if there is nothing to watch.
 
-    There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), are threads of one process
-    (where an exception on one rank ends the others), or have no store.
+    There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), or have no store.
     """
-    store = None if backend in ("fake", _torch.THREADED) else _torch.default_store()
+    store = None if backend == "fake" else _torch.default_store()
     return None if store is None else PROCESS.watchdog_of(store)
 
 

@@ -21,7 +21,7 @@ from fullshard.comm.base import Collectives, SingleRank
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
-_SUM_ONLY = ("gloo", "mpi", "ucc", _torch.THREADED)
+_SUM_ONLY = ("gloo", "mpi", "ucc")
 """Backends without ReduceOp.AVG, by the name that `Backend.name()` reports, in lower case: it may differ from the name given to
 `register_backend`, which counts only for process groups that are written in Python. (MTIA's is found by its device.)"""
 

@@ -30,7 +30,7 @@ from fullshard.errors import StateError, warn_once
 from fullshard.policies import CheckPolicy
 
 _IMMEDIATE_STREAMS = {HostStream, DeviceStream}  # their `run` calls `start` before it returns
-_LOG_COUNTERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()  # by name of an axis: counts its logs
+_LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its logs
 
 
 class CollectiveCall(LoggedCall):

@@ -79,12 +79,12 @@ class FailureVote:
         return flag
 
 
-_NUMBERS: _torch.PerRank[str, Iterator[int]] = _torch.PerRank()
+_NUMBERS: dict[str, Iterator[int]] = {}
 # By the process groups of the mesh dims, and its shape: a slice of a mesh is a new object each time. A vote holds the handles,
 # so their ids are not reused.
-_VOTES: _torch.PerRank[tuple[object, ...], FailureVote] = _torch.PerRank()
+_VOTES: dict[tuple[object, ...], FailureVote] = {}
 # The default process group, and the mesh of all ranks.
-_WORLD: _torch.PerRank[int, tuple[object, DeviceMesh]] = _torch.PerRank()
+_WORLD: dict[int, tuple[object, DeviceMesh]] = {}
 
 
 @on_release
