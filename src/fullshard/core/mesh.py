@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
 from fullshard.comm.process_groups import ProcessGroupHandle, held, on_release
+from fullshard.errors import warn_once
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_repli
 
 
 # (id of the owner, role, ranks) -> (owner, subgroup). Keeping the owner keeps its id from being reused.
-_SUBGROUPS: _torch.PerRank[tuple[int, str, tuple[int, ...]], tuple[dist.ProcessGroup, dist.ProcessGroup]] = _torch.PerRank()
+_SUBGROUPS: dict[tuple[int, str, tuple[int, ...]], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 @on_release
@@ -248,9 +249,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
     (shard), of two axes (replicate, shard). With `dims`, use the named axes of a mesh of any number of axes.
 
     Raises:
-        ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, if the names of
-            its two axes show the order (shard, replicate), if the ranks along the axis to shard over do not ascend, or if
-            `dims` does not fit the mesh.
+        ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, if the ranks along
+            the axis to shard over do not ascend, or if `dims` does not fit the mesh.
     """
     if mesh is None:
         if dims is not None:
@@ -277,7 +277,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             f"Expected a mesh of one axis (shard) or two axes (replicate, shard), got {mesh.ndim} axes of sizes "
             f"{tuple(mesh.mesh.shape)}. Select axes with mesh['name'], or name them with dp_mesh_dims=."
         )
-    check_names(mesh)
+    _warn_of_names(mesh)
     return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
 
 
@@ -288,36 +288,21 @@ _REPLICATES = re.compile(r".*replic.*|ddp")
 _NEITHER = re.compile(r".*(no|non|un)shard.*")
 
 
-def check_names(mesh: DeviceMesh, *, extra: str = "") -> None:
-    """Check that the axis names of a (replicate, shard) mesh do not contradict that order.
+def _warn_of_names(mesh: DeviceMesh) -> None:
+    """Warn, on the first rank, if the axis names of a (replicate, shard) mesh contradict that order.
 
     The name of a shard axis contains "shard" or "fsdp", or is a name of context or sequence parallelism, whose ranks share
     their parameters with data-parallel ranks in most programs. Neutral names ("dp", "outer", "data") pass. So does "cp" after
-    a neutral name: sharding over context-parallel ranks and replicating over the others is legal, and may be intended.
-
-    Args:
-        mesh: the mesh to check.
-        extra: what sharding over both axes needs besides a flattened mesh, for the error text.
-
-    Raises:
-        ValueError: if the second axis is named as a replicate axis, or the first one as a shard axis.
+    a neutral name: sharding over context-parallel ranks and replicating over the others may be intended.
     """
-    if mesh.ndim != 2 or mesh.mesh_dim_names is None or mesh.size() == 1:
+    if mesh.ndim != 2 or mesh.mesh_dim_names is None or mesh.size(0) == 1 or mesh.mesh.flatten()[0] != dist.get_rank():
         return
     first, second = mesh.mesh_dim_names
-    roles = [_role_of(first), _role_of(second)]
-    got = f"Expected a mesh with the axes (replicate, shard), got {(first, second)} of sizes {tuple(mesh.mesh.shape)}"
-    both = f"pass mesh._flatten('{first}_{second}'){extra}"
-    if roles[1] == "replicate":
-        raise ValueError(
-            f"{got}. Parameters would be sharded over the second axis, but '{second}' is the name of a replicate axis. Put it "
-            f"first: init_device_mesh(..., mesh_dim_names={(second, first)}). To shard over both axes, {both}."
-        )
-    if roles[0] == "shard" and mesh.size(0) > 1:  # over an axis of one rank, replicating and sharding are the same
-        raise ValueError(
-            f"{got}. Shards would be replicated over the first axis, but '{first}' is the name of a shard axis; "
-            f"parameters would be sharded over '{second}' alone. To shard over both axes, {both}. To replicate over '{first}', "
-            f"give it the name of a replicate axis: init_device_mesh(..., mesh_dim_names={('replicate', second)})."
+    if _role_of(first) == "shard" or _role_of(second) == "replicate":
+        warn_once(
+            f"The mesh {(first, second)} of sizes {tuple(mesh.mesh.shape)} is taken as (replicate, shard): parameters are "
+            f"replicated over '{first}' and sharded over '{second}'. To shard over both, pass "
+            f"mesh._flatten('{first}_{second}')."
         )
 
 

@@ -22,7 +22,6 @@ from fullshard.core import (
     ParamRef,
     Runtime,
     UnitName,
-    check_names,
     clean_name,
     collect,
     logical_parameters,
@@ -202,8 +201,6 @@ def _check_combinations(
             f"{strategy.name} expected a {'2' if strategy in HYBRID else '1'}-D device_mesh"
             f"{' (replicate, shard)' if strategy in HYBRID else ''}, got a {mesh.ndim}-D one."
         )
-    if mesh is not None:
-        check_names(mesh, extra=" and a strategy that is not hybrid")
 
 
 def _ignored(
@@ -280,7 +277,7 @@ def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None)
 
 
 # Meshes by (owner ids, kind of mesh, device type). The value keeps the owner alive, so that its id is not used again.
-_MESHES: _torch.PerRank[Any, tuple[Any, DeviceMesh]] = _torch.PerRank()
+_MESHES: dict[Any, tuple[Any, DeviceMesh]] = {}
 
 
 @on_release
