@@ -67,6 +67,7 @@ from fullshard.policies import (
 from fullshard.state.full_params import full_params, gathered
 from fullshard.state.materialize import materialize
 from fullshard.tools.install import install, installed, uninstall
+from fullshard.tools.lint import lint
 from fullshard.tools.verify import verify
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import load_weights
@@ -123,6 +124,7 @@ __all__ = [
     "install",
     "installed",
     "iter_full",
+    "lint",
     "load_weights",
     "local_view",
     "materialize",

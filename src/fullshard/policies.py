@@ -192,11 +192,6 @@ class StateSharding:
         """True if gradients are reduced over shards only, until the backward that ends the step."""
         return self.shards_over_replicas and self.gradients == ("shard",)
 
-    @property
-    def needs_marks(self) -> bool:
-        """True if the backwards that do not end a step should be marked, since they communicate less."""
-        return self.keeps_gradients or self.sums_over_shards
-
     def __str__(self) -> str:
         found = next((name for name, preset in PRESETS.items() if preset == self), None)
         return found or f"StateSharding({self.parameters}, {self.gradients}, {self.optimizer})"
@@ -493,7 +488,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-LINTS = ("root", "large", "padding", "ignored", "prefetch", "optimizer", "gradients", "added", "marks")
+LINTS = ("root", "optimizer", "added")
 
 
 class LintWarning(UserWarning):
@@ -520,12 +515,10 @@ class CheckPolicy:
         poison: for tests. Fill the memory of unsharded parameters with NaN before the all-gather and before it is freed, so
             that reads that are too early or too late show. With streams that start collectives late (`CommPolicy.lanes`) they
             always show. Costs two passes over the memory.
-        silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "large" (a unit is
-            far larger than the others), "padding" (more than a tenth is padding), "ignored" (a trainable parameter that
-            nothing reduces), "prefetch" (prefetches often miss), "optimizer" (an optimizer steps plain parameters beside
-            sharded ones), "gradients" (the first optimizer step finds no gradients), "marks" (several backwards of a step
-            reduce under `ZERO1` or `HFSDP`), and "added", which is an error: trainable parameters were added to a unit after
-            fully_shard, and the caller reduces their gradients.
+        silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "optimizer" (an
+            optimizer steps plain parameters beside sharded ones), and "added", which is an error: trainable parameters were
+            added to a unit after fully_shard, and the caller reduces their gradients. `fullshard.lint(model)` returns further
+            remarks.
 
     Raises:
         ValueError: if a name is unknown, or a number has the wrong type or is below its minimum.

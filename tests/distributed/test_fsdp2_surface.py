@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -711,22 +711,6 @@ def test_an_answer_about_gathered_outputs_that_is_neither_true_nor_false_is_refu
     with pytest.raises(StateError, match=r"True or False from .*after_post_all_gather of parameter 'weight' .* got 'yes'"):
         sharded(world.mine(batch(0)))
     Releasing.answer = True
-
-
-@ranks(2)
-def test_parameters_annotated_by_spmd_types_are_refused_by_name(world: World) -> None:
-    """The package tells a parameter's layout on other mesh axes, over which nothing would be summed."""
-    package: Any = ModuleType("spmd_types")
-    model = nn.Linear(5, 3)
-    package.get_local_type = lambda parameter: {"tp": "R"} if parameter is model.bias else {}
-    sys.modules["spmd_types"] = package
-    try:
-        with pytest.raises(ValueError, match=r"Parameter 'bias' cannot be sharded: it is annotated by spmd_types"):
-            fully_shard(model, mesh=world.mesh)
-    finally:
-        del sys.modules["spmd_types"]
-    assert type(model) is nn.Linear
-    fully_shard(model, mesh=world.mesh)
 
 
 def halved(self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # imported before fullshard replaces anything
-from torch.nn.utils import get_total_norm as early_get_total_norm
 
 import fullshard
 from fullshard.core.sharded_param import to_local
@@ -67,85 +66,78 @@ def test_a_norm_that_is_not_finite_is_an_error_if_asked(world: World) -> None:
     assert fullshard.clip_grad_norm_([], 1.0) == 0
 
 
-def _clipped_by_torch(world: World, model: nn.Module, sharded: nn.Module) -> None:
+def _clipped_by_torch(model: nn.Module, sharded: nn.Module) -> None:
     """Norms and gradients by torch's own clipping of what lies on several meshes, or is plain, are the unsharded model's."""
     for scale in (0.1, 100.0):
         for norm_type in (2.0, 1.0, float("inf")):
-            for foreach in (None, True, False):
-                square(sharded(batch(0))).backward()
-                square(model(batch(0))).backward()
-                before = [copy.copy(p.grad) if p.grad is None else p.grad.clone() for p in model.parameters()]
-                expected = early_clip_grad_norm_(model.parameters(), scale * 0.01, norm_type, foreach=foreach)
-                norm = early_clip_grad_norm_(sharded.parameters(), scale * 0.01, norm_type, foreach=foreach)
-                assert type(norm) is torch.Tensor and norm.ndim == 0
-                assert_near(norm, expected, f"norm {norm_type}")
-                assert_same_grads(sharded, model)
-                for parameter, grad in zip(model.parameters(), before):
-                    parameter.grad = grad
-                sharded.zero_grad()
-                square(sharded(batch(0))).backward()
-                total = early_get_total_norm([p.grad for p in sharded.parameters()], norm_type, foreach=foreach)
-                assert_near(total, expected, "get_total_norm")
-                torch.nn.utils.clip_grads_with_norm_(sharded.parameters(), scale * 0.01, total, foreach)
-                torch.nn.utils.clip_grads_with_norm_(model.parameters(), scale * 0.01, expected, foreach)
-                assert_same_grads(sharded, model)
-                sharded.zero_grad(), model.zero_grad()
+            square(sharded(batch(0))).backward()
+            square(model(batch(0))).backward()
+            expected = torch.nn.utils.clip_grad_norm_(model.parameters(), scale * 0.01, norm_type)
+            norm = early_clip_grad_norm_(sharded.parameters(), scale * 0.01, norm_type)
+            assert type(norm) is torch.Tensor and norm.ndim == 0
+            assert_near(norm, expected, f"norm {norm_type}")
+            assert_same_grads(sharded, model)
+            sharded.zero_grad(), model.zero_grad()
 
 
 @pytest.mark.proves("13a")
 @ranks(2, 3)
-def test_torchs_own_clipping_mixes_sharded_and_plain_parameters(world: World) -> None:
-    """Elsewhere, and here before: "got mixed torch.Tensor and DTensor". A part of the shards is empty."""
+def test_after_install_torchs_clipping_mixes_sharded_and_plain_parameters(world: World) -> None:
+    """Elsewhere: "got mixed torch.Tensor and DTensor". A part of the shards is empty."""
     model = nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 5))
     sharded = copy.deepcopy(model)
     fullshard.fully_shard(sharded, mesh=world.mesh, ignored_params={sharded[1].weight})
     assert type(sharded[1].weight.data) is torch.Tensor
-    _clipped_by_torch(world, model, sharded)
-    square(sharded(batch(0))).backward()
-    before = [to_local(p.grad).clone() for p in sharded.parameters()]
-    if world.rank == 0:
-        sharded[0].weight.grad.to_local().fill_(float("inf"))
-        before[0].fill_(float("inf"))
-    with pytest.raises(RuntimeError, match="total norm of order .* is non-finite"):
-        early_clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
-    assert all(torch.equal(to_local(p.grad), grad) for p, grad in zip(sharded.parameters(), before)), "nothing was changed"
-    with pytest.raises(ValueError, match="norm_type > 0 or inf, got 0"):
-        early_clip_grad_norm_(sharded.parameters(), 1.0, 0)
-    assert early_clip_grad_norm_([], 1.0) == 0
+    with fullshard.installed():
+        _clipped_by_torch(model, sharded)
+        square(sharded(batch(0))).backward()
+        before = [to_local(p.grad).clone() for p in sharded.parameters()]
+        if world.rank == 0:
+            sharded[0].weight.grad.to_local().fill_(float("inf"))
+            before[0].fill_(float("inf"))
+        with pytest.raises(RuntimeError, match="norm over all ranks"):
+            early_clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
+        assert all(torch.equal(to_local(p.grad), grad) for p, grad in zip(sharded.parameters(), before)), "nothing was changed"
 
 
 @pytest.mark.proves("13a")
 @ranks(4)
-def test_torchs_own_clipping_takes_gradients_of_several_meshes(world: World) -> None:
+def test_after_install_torchs_clipping_takes_gradients_of_several_meshes(world: World) -> None:
     """A part on all ranks, a part hybrid or on halves of them, and a plain one. Elsewhere: a text about meshes."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for mesh in (grid, grid["shard"]):
         model = Stack(2)
         sharded = copy.deepcopy(model)
-        ignored = set(sharded.head.parameters())
         fullshard.fully_shard(sharded.blocks[0], mesh=mesh)
-        fullshard.fully_shard(sharded, mesh=world.mesh, ignored_params=ignored)
-        _clipped_by_torch(world, model, sharded)
-        square(sharded(batch(0))).backward()
-        square(model(batch(0))).backward()
-        part = early_get_total_norm([p.grad for p in sharded.blocks[0].parameters()])
-        assert isinstance(part, DTensor), "of one mesh: torch's own"
-        expected = early_get_total_norm([p.grad for p in model.blocks[0].parameters()])
-        torch.nn.utils.clip_grads_with_norm_(sharded.parameters(), 0.01, part)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, expected)
-        assert_same_grads(sharded, model)
+        fullshard.fully_shard(sharded, mesh=world.mesh, ignored_params=set(sharded.head.parameters()))
+        with fullshard.installed():
+            _clipped_by_torch(model, sharded)
 
 
 @ranks(2)
-def test_torchs_own_clipping_takes_the_maximum_norm_with_empty_shards(world: World) -> None:
+def test_after_install_torchs_clipping_takes_the_maximum_norm_with_empty_shards(world: World) -> None:
     """The rank without rows raised, and the other one waited."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     sharded = fullshard.fully_shard(copy.deepcopy(model), mesh=world.mesh)
     x = torch.randn(4, 4)
     sharded(x).square().mean().backward(), model(x).square().mean().backward()
-    found, expected = (early_clip_grad_norm_(m.parameters(), 0.01, float("inf")) for m in (sharded, model))
+    with fullshard.installed():
+        found, expected = (early_clip_grad_norm_(m.parameters(), 0.01, float("inf")) for m in (sharded, model))
     assert_near(found, expected, "norm")
     assert_same_grads(sharded, model)
+
+
+@ranks(2)
+def test_after_install_torchs_clipping_of_one_mesh_stays_torchs_own(world: World) -> None:
+    sharded = shard_stack(Stack(), world.mesh)
+    found = []
+    for inside in (False, True):
+        square(sharded(world.mine(batch(0)))).backward()
+        with fullshard.installed() if inside else nullcontext():
+            found.append(early_clip_grad_norm_(sharded.parameters(), 0.01))
+        sharded.zero_grad()
+    assert all(isinstance(norm, DTensor) for norm in found)
+    assert torch.equal(found[0].full_tensor(), found[1].full_tensor())
 
 
 class Parallel(nn.Module):
@@ -160,10 +152,32 @@ class Parallel(nn.Module):
         return self.down(self.up(self.norm(x))) * self.scale
 
 
+@ranks(2)
+def test_grad_scaler_skips_a_step_on_all_ranks_of_one_mesh(world: World) -> None:
+    """As torch has it."""
+    for infinite in (None, 0, 1):
+        model = shard_stack(Stack(1), world.mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(square(model(batch(0)))).backward()
+        if world.rank == infinite:
+            model.head.weight.grad.to_local().fill_(float("inf"))
+        before = model.inp.weight.full_tensor().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if infinite is None else 2.0)
+        assert torch.equal(before, model.inp.weight.full_tensor()) == (infinite is not None)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @ranks(4)
-def test_grad_scaler_skips_a_step_on_all_ranks_of_all_meshes(world: World, fused: bool) -> None:
-    """It looked over the mesh of the first gradient: some ranks stepped and the others did not."""
+def test_after_install_grad_scaler_skips_a_step_on_all_ranks_of_all_meshes(world: World, fused: bool) -> None:
+    with fullshard.installed():
+        _scaled_over_meshes(world, fused)
+
+
+def _scaled_over_meshes(world: World, fused: bool) -> None:
+    """torch looks over the mesh of the first gradient: some ranks would step and the others would not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for infinite in (None, *range(4)):
         model = Parallel()
@@ -229,22 +243,6 @@ def test_states_follow_a_parameter_through_undo_and_another_sharding(world: Worl
     assert twice.param_groups[0]["params"][0] is weight
 
 
-@pytest.mark.proves("13a")
-@ranks(2)
-def test_torchs_own_clipping_of_one_mesh_stays_torchs_own(world: World) -> None:
-    """Bit for bit: what torch computes when nothing stands in for its functions."""
-    sharded = shard_stack(Stack(), world.mesh)
-    for norm_type in (2.0, float("inf")):
-        square(sharded(world.mine(batch(0)))).backward()
-        grads = [p.grad for p in sharded.parameters()]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
-        expected = [grad * torch.clamp(0.01 / (norm + 1e-6), max=1.0) for grad in grads]
-        found = early_clip_grad_norm_(sharded.parameters(), 0.01, norm_type)
-        assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), norm.full_tensor())
-        assert all(torch.equal(p.grad.to_local(), grad.to_local()) for p, grad in zip(sharded.parameters(), expected))
-        sharded.zero_grad()
-
-
 @ranks(2)
 def test_an_option_that_one_rank_changes_in_place_is_told(world: World) -> None:
     """A list was compared with itself, so that a change of one of its numbers was not noticed."""
@@ -305,12 +303,9 @@ def test_a_full_state_dict_of_an_unsharded_optimizer_is_sharded_by_the_next_step
 
 @pytest.mark.proves("26a")
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("way", ["zero_grad", "clip", "scaler"])
+@pytest.mark.parametrize("way", ["step", "clip", "scaler"])
 @ranks(2)
-def test_an_optimizer_that_lists_parameters_from_before_undo_reaches_their_gradients(
-    world: World, way: str, again: bool
-) -> None:
-    """Between undo() and the next step they had none: they were neither zeroed, clipped nor unscaled, and then stepped."""
+def test_an_optimizer_that_lists_parameters_from_before_undo_trains_the_new_ones(world: World, way: str, again: bool) -> None:
     plain = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
     model, scaler = copy.deepcopy(plain), torch.amp.GradScaler("cpu", init_scale=4.0)
     fullshard.fully_shard(model[0], mesh=world.mesh)
@@ -327,12 +322,13 @@ def test_an_optimizer_that_lists_parameters_from_before_undo_reaches_their_gradi
                 ):
                     pairs[0][1].state_dict()
         for each, optimizer in pairs:
-            optimizer.zero_grad()
             loss = square(each(batch(step, 6)))
             (scaler.scale(loss) if way == "scaler" else loss).backward()
             if way == "clip":
-                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
-            scaler.step(optimizer) if way == "scaler" else optimizer.step()
+                fullshard.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+            with fullshard.installed():  # unscales the gradients of the new parameters
+                scaler.step(optimizer) if way == "scaler" else optimizer.step()
+            optimizer.zero_grad()
         if way == "scaler":
             scaler.update()
         for one, two in zip(model.parameters(), plain.parameters()):

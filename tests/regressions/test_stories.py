@@ -39,7 +39,6 @@ from fullshard.comm.streams import HostStream
 from fullshard.compat import FullyShardedDataParallel as FSDP
 from fullshard.core import ParamGroup, reduction, unit_of, units_of
 from fullshard.core import unsharded_buffer as unsharded
-from fullshard.frontend import patches
 from fullshard.frontend.module import accumulate
 from fullshard.weights import load_weights, save_weights
 
@@ -1471,24 +1470,6 @@ def test_votes_of_slices_of_a_mesh_are_one(world: World) -> None:
     vote_of = importlib.import_module("fullshard.frontend.any_failed")._vote_of
     assert not fullshard.any_failed(mesh["dp"])
     assert vote_of(mesh["dp"]) is vote_of(mesh["dp"]) is not vote_of(mesh["tp"])
-
-
-def test_changes_in_torch_are_made_together_or_not_at_all() -> None:
-    """A change that raised left those before it, which the next fully_shard() made once more."""
-    made: list[str] = []
-
-    def change(name: str) -> Any:
-        made.append(name)
-        return lambda: made.remove(name)
-
-    def raises() -> Any:
-        raise ZeroDivisionError
-
-    with mock.patch.object(patches, "_undo", []):
-        with mock.patch.object(patches, "_INSTALLERS", {"one": lambda: change("one"), "two": raises}):
-            with pytest.raises(ZeroDivisionError):
-                patches.install()
-            assert not made and not patches.are_installed()
 
 
 @ranks(1)

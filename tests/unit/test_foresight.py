@@ -211,7 +211,7 @@ def of_new(events: list[tuple[int, int]]) -> Iterator[int]:
 
 
 def quiet() -> fullshard.CheckPolicy:
-    return fullshard.CheckPolicy(silence=("root", "large", "padding", "prefetch", "gradients", "ignored", "optimizer"))
+    return fullshard.CheckPolicy(silence=("root", "optimizer"))
 
 
 def predicted(parts: tuple[Part, ...], setting: Setting, *, listed: bool) -> Simulation:

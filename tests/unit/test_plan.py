@@ -67,3 +67,11 @@ def test_messages_take_the_policy_of_torch() -> None:
     assert list(plan.messages(2, mp_policy=theirs)) == list(plan.messages(2, mp_policy=ours))
     plan.set("", mp_policy=theirs)
     assert list(plan.messages(2)) == list(plan.messages(2, mp_policy=ours))
+
+
+def test_a_printed_plan_remarks_on_a_root_with_most_of_the_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2000, 1000), nn.Linear(1000, 10))
+    small = plan_model(model, policy=lambda module, recurse, nonwrapped_numel: recurse or module is model[1])
+    large = plan_model(model, policy=lambda module, recurse, nonwrapped_numel: recurse or module is model[0])
+    assert "Unit '(model)' stays unsharded" in str(small) and "100% of the parameters" in str(small)
+    assert "stays unsharded" not in str(large)

@@ -32,7 +32,7 @@ BELOW = {  # a package, and those that it may import
     "frontend": {"comm", "checks", "core", "state", "optim"},
     "wrap": {"core", "frontend"},
     "fsdp1": {"core", "state", "optim", "frontend", "wrap"},
-    "tools": {"core", "frontend", "wrap"},
+    "tools": {"core", "optim", "frontend", "wrap"},
     "weights": {"core", "state", "wrap"},
     "foresight": {"core", "state", "optim", "frontend", "wrap"},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-from fullshard._torch.nn import Undo
-
 __all__ = [
     "carry_hooks",
     "current_graph_task",
@@ -21,7 +18,6 @@ __all__ = [
     "have_reduction_hooks",
     "leads_to",
     "on_backward_end",
-    "on_differentiation",
     "parameter_hooks",
     "profiling",
     "without_post_grad_hooks",
@@ -40,34 +36,6 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     # Private: `queue_callback`, as FSDP2 uses it. The engine must hold the only reference, since the callback's deletion is the
     # sign of a failed backward.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def on_differentiation(check: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Undo:
-    """Call `check` before torch.autograd.grad and before a backward with inputs.
-
-    Args:
-        check: called with the outputs, the inputs, and True if each input must be used.
-
-    A backward without inputs costs one more call and one test.
-    """
-    # Private: `_engine_run_backward`, through which Python starts the autograd engine. torch.autograd imports it by name, so
-    # both names are replaced. If torch stops calling it, the check never runs: `backward(inputs=...)` then leaves `.grad` of
-    # sharded parameters unset, without an error.
-    autograd: Any = torch.autograd
-    inner = autograd.graph._engine_run_backward
-
-    @functools.wraps(inner)
-    def run_backward(outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if inputs:
-            check(outputs, inputs, not (args[0] if args else kwargs["allow_unreachable"]))
-        return inner(outputs, gradients, retain, create, inputs, *args, **kwargs)
-
-    autograd._engine_run_backward = autograd.graph._engine_run_backward = run_backward
-
-    def undo() -> None:
-        autograd._engine_run_backward = autograd.graph._engine_run_backward = inner
-
-    return undo
 
 
 def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:

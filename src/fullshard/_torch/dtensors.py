@@ -17,7 +17,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fullshard._torch.c10d import is_alive
-from fullshard._torch.nn import Undo
 
 __all__ = [
     "PLAIN",
@@ -39,7 +38,6 @@ __all__ = [
     "local_tensor",
     "locals_of",
     "mesh_of_groups",
-    "on_item",
     "point_at",
     "set_gradients",
     "spec",
@@ -110,18 +108,6 @@ def specs_of(tensors: Sequence[Any]) -> list[Any]:
     if not any(issubclass(kind, DTensor) for kind in kinds):
         return [None] * len(tensors)
     return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
-
-
-def on_item(read: Callable[[DTensor, Callable[[], Any]], Any]) -> Undo:
-    """Call `read(value, part)` for `.item()`, `float()` and `bool()` of a DTensor. `part()` returns torch's result."""
-    # Private: `_custom_op_handlers`, functions that compute single operators on DTensors.
-    handlers, operator_ = DTensor._op_dispatcher._custom_op_handlers, torch.ops.aten._local_scalar_dense.default
-
-    def handle(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        return read(args[0], lambda: function(args[0]._local_tensor))
-
-    handlers[operator_] = handle  # type: ignore[assignment]
-    return lambda: handlers.pop(operator_, None) and None
 
 
 # --- DTensors and their local tensors --------------------------------------------------------------------------------

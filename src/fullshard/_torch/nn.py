@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,32 +21,13 @@ __all__ = [
     "in_functional_call",
     "is_in_forward",
     "makes_parameter",
-    "on_registration",
     "parameters_of",
     "persists",
-    "remove_all",
-    "spmd_types_of",
 ]
 
 
 Undo = Callable[[], None]
 """Function that reverts a change to torch."""
-
-
-def remove_all(handles: Sequence[Any]) -> None:
-    """Remove hooks by their handles."""
-    for handle in handles:
-        handle.remove()
-
-
-def on_registration(hook: Callable[[nn.Module, str, object], None]) -> Undo:
-    """Call `hook` (module, name, value) before a parameter or submodule is registered in any module."""
-    register = nn.modules.module
-    handles = [
-        register.register_module_parameter_registration_hook(hook),
-        register.register_module_module_registration_hook(hook),
-    ]
-    return lambda: remove_all(handles)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -129,12 +110,6 @@ def in_functional_call() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def spmd_types_of(parameter: Tensor) -> Any:
-    """Return the annotations of the package spmd_types on a parameter; None if the program does not import it."""
-    spmd = sys.modules.get("spmd_types")
-    return None if spmd is None else spmd.get_local_type(parameter)
 
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm

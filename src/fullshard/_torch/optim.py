@@ -16,11 +16,10 @@ from torch.optim import _muon
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fullshard._torch.nn import Undo, remove_all
+from fullshard._torch.nn import Undo
 
 __all__ = [
     "adjusted_lr",
-    "extend_clipping",
     "extend_unscaling",
     "full_state_dict_is_requested",
     "have_listed_by",
@@ -38,10 +37,10 @@ __all__ = [
 ]
 
 
-def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> Undo:
+def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> None:
     """Call `before` and `after` (optimizer, args, kwargs) around the step of any optimizer."""
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    return lambda: remove_all(handles)
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 def register_first_step_post_hook(hook: Callable[..., None]) -> RemovableHandle:
@@ -143,28 +142,6 @@ def run_optimizer_uncompiled() -> NoReturn:
     from torch._dynamo.variables.optimizer import ArgMappingException
 
     raise ArgMappingException
-
-
-def extend_clipping(total_norm: Callable[..., Tensor], clip_with_norm: Callable[..., None]) -> Undo:
-    """Replace the functions inside torch.nn.utils.get_total_norm and clip_grads_with_norm_, and thereby in clip_grad_norm_.
-
-    The replacements get torch's own function and its arguments, and run without grad. The public functions stay the same
-    objects, so calls through names imported earlier are covered, too.
-    """
-    # Private: the public functions are closures of a no-grad wrapper, with the function itself in the cell `func`. If torch
-    # drops the wrapper, this raises TypeError or ValueError when fullshard installs it.
-    utils: Any = torch.nn.utils
-    cells: list[tuple[Any, Any]] = []
-    for public, instead in ((utils.get_total_norm, total_norm), (utils.clip_grads_with_norm_, clip_with_norm)):
-        cell = public.__closure__[public.__code__.co_freevars.index("func")]
-        cells.append((cell, cell.cell_contents))
-        cell.cell_contents = functools.wraps(cell.cell_contents)(functools.partial(instead, cell.cell_contents))
-
-    def undo() -> None:
-        for cell, inner in cells:
-            cell.cell_contents = inner
-
-    return undo
 
 
 def extend_unscaling(instead: Callable[..., Any]) -> Undo:

@@ -13,8 +13,8 @@ and find the tensors of inputs and outputs, as the hooks do.
 **Parameters.** A `ParamGroup` has the `ShardedParameter`s that are communicated together. `logical_parameters` returns the
 `ShardedParameter`s of DTensors, and `back_references` the references to them. `needs_own_group` is True for tensor subclasses
 with all-gather hooks. `is_ignored` is True for parameters that the user excluded. `replacement_of` returns the parameter that
-took the place of one from before sharding or from before undo(); the result is current as long as `replacement_count` does not
-change.
+took the place of one from before sharding or from before undo(); the result is current as long as `replacement_generation` does
+not change. `units_below`, `numel_of`, `added_parameters`, `remarks_on_sizes` and `some_of` are for remarks on a model.
 
 **Values of parameters.** `shard_of` slices this rank's shard from a full tensor, and `like_shard` distributes a loaded value
 like its parameter. `all_gather_full` returns the full tensor of a parameter or gradient in an `Agreement`, `full_tensor` that
@@ -26,14 +26,15 @@ tensor subclass.
 
 **Steps of optimizers.** `owner` of a parameter leads to its group and its unit; `check_step` of it comes before a step.
 `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
-that. `flat_gradient` returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due
-after a step. `remark_on_gradients` and `remark_on_optimizer` warn about gradients that are missing or that no unit reduces.
+that. `ShardedDTensor` is the class of sharded parameters; `unsharded_like` and `store_shard` fill one from a full tensor.
+`flat_gradient` returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due
+after a step. `remark_on_optimizer` warns about gradients that no unit reduces.
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a collective of their own. `ReductionLayout`, `Slice` and
 `staging_limit` describe reductions. `has_few_rows` tells which parameters HFSDP leaves replicated.
 
-**Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`, `check_names`), and
+**Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`), and
 `subgroup_of` returns a process group of some of its ranks. `ParamSharding` describes how one parameter is sharded
 (`PlacementFn`). `collect` returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and
 `clean_name` are for walks over modules.
@@ -69,7 +70,6 @@ One parameter, one layout, one mesh:
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
 full_tensors.py        full and unsharded tensors of sharded parameters
-reduced_scalars.py     item() of a reduction
 shard_values.py        copies into and out of shards: fully_shard(), undo(), parameters that the user assigned, and loading
 group_grads.py         GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
@@ -91,7 +91,7 @@ finalization.py        backwards that the user ends
 keeping_units.py       units with kept gradients, which all ranks reduce together in the backward that ends the step
 extension.py           tensor subclasses with their own all-gather hooks
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
-parameter_alias.py     ParameterAlias: parameters from before sharding, aliases of the sharded ones
+replaced_parameters.py parameters from before sharding, and the ones that replaced them
 reduction_arena.py     ReductionArena: memory with fixed addresses for reductions
 value_sync.py          values of all ranks: compared in the first forward, or broadcast
 meta_init.py           memory that nothing wrote before the first forward
@@ -128,13 +128,21 @@ from fullshard.core.layout import (
     plan_layout,
     staging_limit,
 )
-from fullshard.core.lint import is_ignored, remark_on_gradients, remark_on_optimizer
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_names, resolve_mesh, subgroup_of
+from fullshard.core.lint import (
+    added_parameters,
+    is_ignored,
+    numel_of,
+    remark_on_optimizer,
+    remarks_on_sizes,
+    some_of,
+    units_below,
+)
+from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh, subgroup_of
 from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
-from fullshard.core.parameter_alias import replacement_count, replacement_of
+from fullshard.core.replaced_parameters import replacement_generation, replacement_of
 from fullshard.core.runtime import Runtime, gather_after_step, make_unit
 from fullshard.core.scheduler import (
     Action,
@@ -157,7 +165,7 @@ from fullshard.core.shard_values import (
     write_unsharded,
 )
 from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, to_local
-from fullshard.core.sharded_tensor import restore_subclass, use_plain_dtensor
+from fullshard.core.sharded_tensor import ShardedDTensor, restore_subclass, store_shard, unsharded_like, use_plain_dtensor
 from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
 from fullshard.core.unit import Unit, forget_writes, owner_of
@@ -205,6 +213,7 @@ __all__ = [
     "SaveSubgroupShard",
     "Scheduler",
     "ShardAxis",
+    "ShardedDTensor",
     "ShardedParameter",
     "Slice",
     "Slot",
@@ -217,11 +226,11 @@ __all__ = [
     "Unshard",
     "Wait",
     "Work",
+    "added_parameters",
     "all_gather_full",
     "attach_unit",
     "back_references",
     "cast_floats",
-    "check_names",
     "children_first",
     "clean_name",
     "clone_shard",
@@ -244,22 +253,25 @@ __all__ = [
     "mark_unwritten",
     "message_length",
     "needs_own_group",
+    "numel_of",
     "on_release",
     "own_modules",
     "owner_of",
     "plan_layout",
     "recovered",
-    "remark_on_gradients",
     "remark_on_optimizer",
+    "remarks_on_sizes",
     "remove_hooks",
     "remove_hooks_from_copies",
     "replace_rows",
-    "replacement_count",
+    "replacement_generation",
     "replacement_of",
     "resolve_mesh",
     "restore_subclass",
     "shard_of",
+    "some_of",
     "staging_limit",
+    "store_shard",
     "stream_for",
     "subgroup_of",
     "tensors_in",
@@ -267,8 +279,10 @@ __all__ = [
     "to_local",
     "together",
     "unit_of",
+    "units_below",
     "units_of",
     "unshard_permanently",
+    "unsharded_like",
     "use_plain_dtensor",
     "values_of",
     "write_unsharded",

@@ -103,7 +103,7 @@ class ForwardHooks:
         """Unshard the parameters before forward, move the inputs of the outermost unit to the device, and cast inputs."""
         unit = self._unit
         try:
-            if unit.checks.lint or (unit.checks.strays and torch.is_grad_enabled()):
+            if unit.checks.forward or (unit.checks.training and torch.is_grad_enabled()):
                 lint.check_before_forward(unit, module)
             unit.pre_forward(module)
         except BaseException as failure:
@@ -256,7 +256,7 @@ def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
 
 
 def install_hooks(unit: Unit) -> None:
-    """Install all hooks of a unit, and watch its modules for added parameters. Call it once per unit."""
+    """Install all hooks of a unit. Call it once per unit."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
     before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
@@ -268,7 +268,6 @@ def install_hooks(unit: Unit) -> None:
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
                 unit.place.add_hook(module, module.register_load_state_dict_pre_hook(state.before_load))
-    lint.mark_modules(unit)
 
 
 __all__ = [

@@ -15,7 +15,6 @@ from fullshard.core.communicator import Communicator
 from fullshard.core.grad_commit import GradCommit, commit_all
 from fullshard.core.heartbeat import UNIT_FLAGS, Heartbeats, Sent
 from fullshard.core.keeping_units import KeepingUnits, Kept
-from fullshard.core.lint import remark_on_unmarked
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
 from fullshard.core.reduction_arena import ReductionArena
@@ -105,8 +104,6 @@ class GradientReducer:
         action = "reduction"
         if group.grads.accumulates() and not reduction.has_hooks:
             action = "reduction, added to the gradients that are there"
-            if unit.options.states.needs_marks:
-                remark_on_unmarked(unit)
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
         if group.dtypes.grad is None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core.agreement import Agreement
 from fullshard.core.full_tensors import all_gather_unsharded
-from fullshard.core.parameter_alias import replace, replace_undone
+from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
@@ -56,10 +56,7 @@ def _exchange(tensor: Tensor, moved: Tensor) -> None:
 
 
 def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) -> None:
-    """Register the sharded parameter in place of `original`, with its attributes, hooks and gradient.
-
-    `original` becomes an alias of the sharded parameter.
-    """
+    """Register the sharded parameter in place of `original`, with its attributes, hooks and gradient."""
     sharded, sharding = parameter.sharded, parameter.sharding
     for key, value in original.__dict__.items():
         sharded.__dict__.setdefault(key, value)
@@ -68,7 +65,7 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
         set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
-    replace(original, sharded)
+    set_replacement(original, sharded)
     parameter.put(sharded)
 
 
@@ -90,7 +87,8 @@ def unshard_permanently(parameter: ShardedParameter, agreement: Agreement) -> No
         _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
     if sharded.grad is not None:
         plain.grad = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded.grad))
-    replace_undone(sharded, plain)
+    set_replacement(sharded, plain)
+    sharded.grad = None
     sharded.__dict__.pop(LOGICAL, None)
     parameter.put(plain)
 

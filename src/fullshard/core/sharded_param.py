@@ -14,7 +14,7 @@ from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.module_tree import ParamRef, Slot
 from fullshard.core.param_sharding import ParamSharding
-from fullshard.core.parameter_alias import set_replacement
+from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain, take_attributes, version_of_memory
 from fullshard.errors import StateError

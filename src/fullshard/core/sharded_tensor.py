@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fullshard import _torch
-from fullshard.core.subclasses import exact_copy, inner_tensors
+from fullshard.core.subclasses import exact_copy
 from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
 _PLAIN = _torch.PLAIN  # attribute of both: a plain DTensor with the same memory, with which operations compute
-# Attribute of a "view" for which DTensor had to all-gather (an element or a row): it is a copy, so writes to it are lost.
-_COPIED = "_fullshard_copied"
 _MIXED = "got mixed torch.Tensor and DTensor"
 _OTHER_MESHES = "on inputs with different meshes"
 _NO_STRATEGY = "does not have a sharding strategy registered"
@@ -46,16 +44,6 @@ _RANDOM_FILLS = frozenset(
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
 
-# Losses whose mean DTensor computes from the means of the shards, with wrong gradients: place of their argument `reduction`.
-_MEAN_LOSSES = {
-    torch.ops.aten.mse_loss.default: 2,
-    torch.ops.aten.huber_loss.default: 2,
-    torch.ops.aten.smooth_l1_loss.default: 2,
-    torch.ops.aten.binary_cross_entropy_with_logits.default: 4,
-}
-_MEAN = 1  # of torch.nn._reduction
-
-
 class ShardedDTensor(DTensor):
     """A sharded parameter, or a view of one. Other operations return DTensors, as does `detach()` of a parameter.
 
@@ -80,12 +68,10 @@ class ShardedDTensor(DTensor):
         plain = [_to_plain(value, sharded) for value in args]
         out = kwargs.get("out") if kwargs else None
         if _RANDOM_TAG in func.tags or _torch.writes(func):
-            _check_supported(func, sharded, (args[0] if args else None, out))
+            _check_random(func, sharded)
             _before_writes((args[0] if args else None, out))
         if kwargs:
             kwargs = {key: _to_plain(value, sharded) for key, value in kwargs.items()}
-        if func in _MEAN_LOSSES:
-            _refuse_mean(func, sharded, args, kwargs or {})
         try:
             made = func(*plain, **(kwargs or {}))
         except RuntimeError as error:  # also NotImplementedError, a subclass
@@ -216,46 +202,32 @@ def _random_fill(func: Any, args: Any, kwargs: Any) -> Any:
     local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
     if local.device.type == "meta":
         return None
-    _check_supported(func, [tensor], (tensor,))
     if not _torch.writes(func):  # rand_like and others return a new tensor
         dtype = kwargs.get("dtype") or local.dtype
-        full = func(_unsharded_like(tensor), *args[1:], **kwargs)
+        full = func(unsharded_like(tensor), *args[1:], **kwargs)
         made = _torch.dtensor(
             _shard_of(tensor, full).contiguous(), _torch.spec(spec.mesh, spec.placements, tensor.shape, dtype)
         )
         _tag_view(made, tensor, func)
         return made
-    full = _unsharded_like(tensor)
+    full = unsharded_like(tensor)
     if outs is not None:
         func(*args, **kwargs, out=full)
     else:
         func(full, *args[1:], **kwargs)
-    _store_shard(tensor, full, _torch.operation_name(func))
+    store_shard(tensor, full, _torch.operation_name(func))
     return tensor
 
 
-def _trunc_normal(original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run torch's trunc_normal_ on an unsharded tensor and keep this rank's shard.
-
-    It redraws rejected values with masked operations, which DTensor would run on each rank's shard alone.
-    """
-    if type(tensor) is not ShardedDTensor or tensor.device.type == "meta":
-        return original(tensor, *args, **kwargs)  # type: ignore[no-any-return]
-    full = _unsharded_like(tensor)
-    original(full, *args, **kwargs)
-    with torch.no_grad():
-        _store_shard(tensor, full, "trunc_normal_()")
-    return tensor
-
-
-def _unsharded_like(tensor: ShardedDTensor) -> Tensor:
+def unsharded_like(tensor: ShardedDTensor) -> Tensor:
     """Return an uninitialized tensor with the shape and strides of the unsharded parameter."""
     # Strides matter, because random numbers are drawn in memory order.
     local = _torch.local_tensor(tensor)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
-def _store_shard(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
+def store_shard(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
+    """Copy this rank's shard of `full`, (tensor.shape), into the parameter. `how`: the write, which ranks compare."""
     part = _shard_of(tensor, full)
     _before_writes(tensor)
     _torch.local_tensor(tensor).copy_(part)
@@ -270,27 +242,10 @@ def _shard_of(tensor: ShardedDTensor, full: Tensor) -> Tensor:
     return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
 
 
-def _check_supported(func: Any, sharded: list[ShardedDTensor], written: tuple[Any, ...]) -> None:
-    """Raise StateError for operations that DTensor would compute wrongly without an error."""
+def _check_random(func: Any, sharded: list[ShardedDTensor]) -> None:
+    """Raise StateError for a random operation other than a fill: each shard would get the same numbers."""
     if _RANDOM_TAG in func.tags and func not in _RANDOM_FILLS and (names := _names(sharded)):
         raise StateError(f"{func} cannot be computed on sharded {names}: each shard would get the same numbers. {_REMEDY}")
-    for one in written:
-        if type(one) is ShardedDTensor and _COPIED in one.__dict__ and (names := _names([one])):
-            raise StateError(
-                f"{func} cannot write to an element or a row of sharded {names}: outside of the unit's forward a rank has only "
-                f"its shard, and the element or row is a copy. {_REMEDY}"
-            )
-
-
-def _refuse_mean(func: Any, sharded: list[ShardedDTensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raise StateError for a mean loss of a sharded parameter, whose gradient would be wrong."""
-    place = _MEAN_LOSSES[func]
-    reduction = args[place] if len(args) > place else kwargs.get("reduction", _MEAN)
-    if reduction == _MEAN and (names := _names(sharded)):
-        raise StateError(
-            f"{func} of sharded {names} cannot be computed as a mean: DTensor averages the shards, with wrong gradients. "
-            "Compute the mean of reduction='none', as in F.mse_loss(p, target, reduction='none').mean()."
-        )
 
 
 def _to_plain(value: Any, sharded: list[ShardedDTensor]) -> Any:
@@ -347,15 +302,7 @@ def _tag_view(view: Any, tensor: ShardedDTensor, func: Any) -> None:
             return  # a DTensor, since state dicts detach parameters and a checkpoint must load without fullshard
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
-        if func.is_view and (_COPIED in tensor.__dict__ or not _shares_storage(view, tensor)):
-            view.__dict__[_COPIED] = True
         _set_class(view, ShardedDTensor)
-
-
-def _shares_storage(view: DTensor, tensor: ShardedDTensor) -> bool:
-    mine, theirs = _torch.local_tensor(view), _torch.local_tensor(tensor)
-    parts = zip(inner_tensors(mine), inner_tensors(theirs))
-    return mine.device.type == "meta" or any(_torch.same_storage(one, other) for one, other in parts)
 
 
 def _as_dtensor(tensor: ShardedDTensor, fn: Any, argument: Any) -> Any:
@@ -384,8 +331,3 @@ def _names(tensors: list[ShardedDTensor]) -> str:
     found = [logical for tensor in tensors if (logical := _logical(tensor)) is not None]
     parts = [f"parameter '{one.name}' of unit '{one.unit_name.name}'" for one in found]
     return " and ".join(dict.fromkeys(parts))
-
-
-def install() -> _torch.Undo:
-    """Extend torch.nn.init.trunc_normal_ to sharded parameters."""
-    return _torch.extend_trunc_normal(_trunc_normal)

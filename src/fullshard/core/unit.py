@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,8 @@ _MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may be sent
 class PendingChecks:
     """Checks of one unit that are due before its next forward, or its next all-gather."""
 
-    lint: bool = True  # added parameters and modules
-    strays: bool = False  # parameters that no unit reduces, in the next forward with gradients
-    remarks: bool = True  # waste in the model, if the unit is the outermost one
+    forward: bool = True  # parameters that a forward writes
+    training: bool = True  # added parameters, and a root with most of the parameters, in the first forward with grad
     names: bool = True  # names and paths of the units below, if the unit is the outermost one
     gathers: bool = True  # how each parameter is all-gathered
     values: bool = False  # whether ranks that must have equal values do
@@ -72,9 +71,6 @@ class Unit:
     Between steps, strong references point down only: module -> unit -> group -> parameter. The runtime refers to units weakly,
     so a model is freed when its last reference goes.
     """
-
-    # All units of the process. While there are any, the changes in torch (frontend/patches.py) stay.
-    living: ClassVar[weakref.WeakSet[Unit]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -115,7 +111,6 @@ class Unit:
         # Where the parameters are, and what the scheduler expects of the unit.
         self.record: UnitRecord = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
-        Unit.living.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(

@@ -1,10 +1,9 @@
-"""The front end: the API of users, and the changes in torch.
+"""The front end: the API of users.
 
 api.py              fully_shard()
 module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats(), undo()
 forward_methods.py  registered forward methods, such as generate
 autograd.py         grad(): gradients as values
 any_failed.py       any_failed(): skip a failed step on all ranks
-patches.py          the changes that the first fully_shard() makes in torch
 fsdp2_state.py      views of units with the names of FSDP2's private state
 """

@@ -21,7 +21,7 @@ from fullshard.core.lint import mark_ignored
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, check_order, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_of
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
-from fullshard.core.parameter_alias import replacement_of
+from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, to_local
@@ -31,9 +31,9 @@ from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.value_sync import SYNCS, InitialValues, broadcast, find_partly_on_meta, initial_values
 from fullshard.errors import warn_once
-from fullshard.frontend import patches
 from fullshard.frontend.fsdp2_state import UnitView, view_of
 from fullshard.frontend.module import parse_reshard_after_forward, plain_class, sharded_class
+from fullshard.optim import optimizer_hooks
 from fullshard.policies import (
     ZERO3,
     CheckPolicy,
@@ -87,7 +87,7 @@ def fully_shard(  # type: ignore[misc]
             before the forward of the first module that runs, and freed after the forward of the last one. Without a unit around
             the list, each of its modules runs by itself.
         mesh: a 1-D DeviceMesh to shard over, or a 2-D one for hybrid sharding (HSDP): replicate over dim 0, shard over
-            dim 1. Names of mesh dims that contradict this, such as ("dp_shard", "cp"), are refused. None means all ranks of
+            dim 1. Names of mesh dims that contradict this, such as ("dp_shard", "cp"), cause a warning. None means all ranks of
             the default process group.
         reshard_after_forward: True frees the unsharded parameters after forward and all-gathers them again for backward.
             False keeps them: more memory, one all-gather less. None means False for the outermost unit of a forward and
@@ -110,7 +110,7 @@ def fully_shard(  # type: ignore[misc]
             written since (loaded, broadcast, initialized) must be equal on all ranks, and replicas in any case. The error names
             the first parameter that differs, for example because of different seeds. "broadcast" copies the parameters and
             buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the environment takes the place of
-            "check". With threads as ranks (torch's tests) all ranks draw from one generator, so "check" means "off".
+            "check".
 
     Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim. Their mesh and
     `mesh` must be dims of one DeviceMesh with named dims.
@@ -174,7 +174,7 @@ def _shard(
     modules: list[nn.Module], arguments: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
 ) -> None:
     """Form one unit from `modules`, and skip the submodules in `planned` (ids), which later units will own."""
-    patches.install()
+    optimizer_hooks.register()
     found = _inspect(modules, arguments, ignored, planned)
     arguments.decided.clear()  # it would keep the memory of the parameters
     axis, options, refs = arguments.axis, arguments.options, found.refs
@@ -237,8 +237,6 @@ class _ResolvedArguments:
         sync: str = "check",
     ) -> _ResolvedArguments:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
-        if sync == "check" and _torch.threads_are_ranks():
-            sync = "off"  # threads draw from one shared generator, so each builds a different model, whatever the seed
         if sync not in SYNCS:
             raise ValueError(f"sync must be one of {SYNCS}, got {sync!r}.")
         for name, value, kind in (
@@ -481,11 +479,6 @@ def _unsupported_reason(parameter: nn.Parameter) -> str | None:
     """Return the reason why a parameter cannot be sharded, and the remedy; None if it can be sharded."""
     if replacement_of(parameter) is not None:
         return "it was sharded by a unit that no longer exists. Build the model again, or call undo() first"
-    if annotations := _torch.spmd_types_of(parameter):
-        return (
-            f"it is annotated by spmd_types ({annotations}), which fullshard does not support. Make it a DTensor on the full "
-            "mesh and pass dp_mesh_dims"
-        )
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet. Run one forward of the lazy module, then call fully_shard"
     tensor = to_local(parameter.data)

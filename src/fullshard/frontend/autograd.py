@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core.parameter_alias import replacement_of
+from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.unit import Unit, owner_of
 from fullshard.errors import StateError
@@ -154,39 +153,4 @@ def _check_no_other_gradients(parameter: ShardedParameter) -> None:
         )
 
 
-_SHOWN = 4  # maximum number of names in an error
-_INSTEAD = (
-    "Take gradients as values with fullshard.grad(loss, parameters), or call backward() without inputs= (set "
-    "requires_grad_(False) for parameters without gradients)."
-)
-
-
-def _check(outputs: Sequence[Any], inputs: Sequence[Any], all_used: bool) -> None:
-    """Raise StateError for sharded `inputs` that torch cannot differentiate, since modules compute with unsharded parameters.
-
-    torch's gradient is right for a loss computed from the sharded parameters themselves, such as a penalty on weights.
-    """
-    sharded = logical_parameters(tensor for tensor in inputs if isinstance(tensor, Tensor))
-    if not sharded:
-        return
-    unsharded = [(parameter, full) for parameter in sharded if (full := parameter.unsharded) is not None and full.requires_grad]
-    found = _torch.leads_to(outputs, [full for _, full in unsharded])
-    missed = [parameter for number, (parameter, _) in enumerate(unsharded) if number in found]
-    how = "it cannot reach, since modules compute with the unsharded ones"
-    if not missed and all_used:
-        found = _torch.leads_to(outputs, [parameter.sharded for parameter in sharded])
-        missed = [parameter for number, parameter in enumerate(sharded) if number not in found]
-        how = "no graph of the outputs leads to"
-    if missed:
-        names = [f"'{one.name}' of unit '{one.unit_name.name}'" for one in missed]
-        shown = ", ".join(names[:_SHOWN] + ["..."] * (len(names) > _SHOWN))
-        several = f"{len(names)} sharded parameters" if len(names) > 1 else "a sharded parameter"
-        raise StateError(f"torch.autograd.grad or backward(inputs=) was given {several} that {how}: {shown}. {_INSTEAD}")
-
-
-def install() -> _torch.Undo:
-    """Check the inputs of torch.autograd.grad and backward(inputs=), which cannot reach sharded parameters."""
-    return _torch.on_differentiation(_check)
-
-
-__all__ = ["grad", "install"]
+__all__ = ["grad"]

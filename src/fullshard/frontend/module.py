@@ -1048,8 +1048,6 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
 def stats(module: nn.Module) -> Stats:
     """Return counts of the all-gathers and prefetches so far, of all units of the runtime of `module`.
 
-    If many all-gathers were not prefetched because the order of the units changed between steps, a warning explains it, once.
-
     Args:
         module: a sharded module, or a module that contains sharded modules.
 
@@ -1060,7 +1058,6 @@ def stats(module: nn.Module) -> Stats:
         StateError: if there is no unit at or below `module`.
     """
     unit = any_unit(module)
-    lint.remark_on_prefetch(unit)
     return replace(unit.runtime.scheduler.stats)
 
 

@@ -14,6 +14,5 @@ routes.py           the messages of an owner plan, as one rank sends and receive
 owner_exchange.py   messages between shards and owners
 empty_shards.py     empty shards in steps of other libraries' optimizers
 step_entries.py     entries of optimizer steps in the collective logs
-scaling.py          torch.amp.GradScaler over several meshes
-clipping.py         clip_grad_norm_, and torch's clipping over several meshes
+clipping.py         clip_grad_norm_
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,22 +117,22 @@ class _Gradients:
                 listed.add(id(part[1]))
                 self.parts.append(part)
             elif part is None and tensor.grad is not None:
-                _check_not_partial("clip_grad_norm_", tensor.grad)
+                _check_not_partial(tensor.grad)
                 self.parts.append((_norm_groups(tensor.grad), to_local(tensor.grad)))
 
 
-def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], grads: _Gradients | None, call: str, *, maximum: bool) -> None:
+def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], grads: _Gradients, call: str, *, maximum: bool) -> None:
     """All-reduce `part` over `groups`: through the communicator of a unit with these groups, if any, so that it is logged.
 
     Args:
         part: the tensor.
         groups: the process groups.
-        grads: the gradients to clip, with their units; None to reduce without a log.
+        grads: the gradients to clip, with their units.
         call: the name of the call with those arguments that must be equal on all ranks.
         maximum: True for the maximum, False for the sum.
     """
-    unit = None if grads is None else grads.units.get(groups)
-    if unit is not None and grads is not None:
+    unit = grads.units.get(groups)
+    if unit is not None:
         call = f"{call} of {grads.counts[groups]} parameters"
         communicator = unit.runtime.communicator
         fingerprints = GroupFingerprints(communicator.log_of(unit.axis), UnitName(""), "")
@@ -194,7 +192,7 @@ def clip_grad_norm_(
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device
         raise ValueError(f"clip_grad_norm_ takes a max_norm >= 0, got {max_norm!r}.")
     limit = max_norm if isinstance(max_norm, (int, float)) else "a tensor"
-    total = _total_norm(grads.parts, power, grads, f"clip_grad_norm_({limit}, {power})")
+    total = _total_norm(grads, power, f"clip_grad_norm_({limit}, {power})")
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"The gradients cannot be clipped to {max_norm}: their norm over all ranks is {total.item()}.")
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -204,32 +202,24 @@ def clip_grad_norm_(
     return total
 
 
-def _check_not_partial(caller: str, tensor: Tensor) -> None:
+def _check_not_partial(tensor: Tensor) -> None:
     """Raise ValueError for a DTensor with a `Partial` placement."""
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
-            f"{caller} takes gradients that are sharded, replicated or plain, got a DTensor of shape "
+            "clip_grad_norm_ takes gradients that are sharded, replicated or plain, got a DTensor of shape "
             f"{tuple(tensor.shape)} with placements {tensor.placements}, which is not reduced yet. redistribute() it first."
         )
 
 
-def _total_norm(
-    parts: Sequence[tuple[NormGroups, Tensor]],
-    power: float,
-    grads: _Gradients | None,
-    call: str,
-    *,
-    singly: bool = False,
-) -> Tensor:
-    """Return the norm of `parts` over all ranks, each element counted once, on the device of the first part.
+def _total_norm(grads: _Gradients, power: float, call: str) -> Tensor:
+    """Return the p-norm of gradients over all ranks, each element counted once, on the device of the first part.
 
     Args:
-        parts: local gradient tensors, each with its norm groups.
-        power: the p of the p-norm.
-        grads: as in `_reduce`.
+        grads: the gradients.
+        power: the p.
         call: as in `_reduce`.
-        singly: True computes one norm after the other, without foreach operations.
     """
+    parts = grads.parts
     by_groups: dict[NormGroups, list[Tensor]] = {}
     for norm_groups, tensor in parts:
         by_groups.setdefault(norm_groups, []).append(tensor)
@@ -242,82 +232,10 @@ def _total_norm(
         shards = [shard for shard in shards if shard.numel()]
         norms = torch.zeros(1, dtype=wide, device=device)
         if shards:
-            each = chain.from_iterable(_norms([one], power) for one in shards) if singly else _norms(shards, power)
-            norms = torch.stack([norm.to(device, wide) for norm in each])
+            norms = torch.stack([norm.to(device, wide) for norm in _norms(shards, power)])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         # The all-reduce needs a tensor on the device type of the process group's backend.
         part = part.to(device if device_type is None or device_type == device.type else device_type)
         _reduce(part, groups, grads, call, maximum=power == torch.inf)
         sums.append(part.to(device))
     return torch.stack(sums).max() if power == torch.inf else torch.stack(sums).sum().pow(1.0 / power)
-
-
-def _is_empty_somewhere(tensor: Tensor) -> bool:
-    """Return True if a rank has no element of `tensor`. The result is equal on all ranks."""
-    if not isinstance(tensor, DTensor):
-        return False
-    lengths = list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
-        if _torch.is_shard(placement):
-            dim, ranks = placement.dim, tensor.device_mesh.size(axis)  # type: ignore[attr-defined]
-            chunk = -(-lengths[dim] // ranks)
-            lengths[dim] -= (ranks - 1) * chunk  # of the last rank
-            if lengths[dim] <= 0:
-                return True
-    return 0 in lengths
-
-
-def _is_mixed(tensors: Sequence[Tensor]) -> bool:
-    """Return True for DTensors of several meshes, or DTensors beside plain tensors. torch's operations refuse both."""
-    meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
-    return len(meshes) > 1
-
-
-def _torch_total_norm(
-    original: Any,
-    tensors: Tensor | Iterable[Tensor],
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
-) -> Tensor:
-    """Extend torch.nn.utils.get_total_norm to DTensors of several meshes, and to DTensors with plain tensors."""
-    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    power = float(norm_type)
-    # torch has no maximum norm of an empty tensor: a rank without rows would raise, and the others wait for it.
-    if not (_is_mixed(listed) or (power == torch.inf and any(map(_is_empty_somewhere, listed)))):
-        return original(listed, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
-    if not power > 0:
-        raise ValueError(
-            f"A norm over several meshes, or of sharded and plain tensors, takes a norm_type > 0 or inf, got {norm_type!r}."
-        )
-    for tensor in listed:
-        _check_not_partial("torch.nn.utils.get_total_norm", tensor)
-    parts = [(_norm_groups(tensor), to_local(tensor)) for tensor in listed]
-    total = _total_norm(parts, power, None, "get_total_norm()", singly=foreach is False)
-    original([total], 1.0, error_if_nonfinite, False)  # raises torch's own error if the norm is not finite
-    return total
-
-
-def _torch_clip_with_norm(
-    original: Any,
-    parameters: Tensor | Iterable[Tensor],
-    max_norm: float,
-    total_norm: Tensor,
-    foreach: bool | None = None,
-) -> None:
-    """Extend torch.nn.utils.clip_grads_with_norm_ to DTensors of several meshes, and to DTensors with plain tensors."""
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [parameter.grad for parameter in listed if parameter.grad is not None]
-    if isinstance(total_norm, DTensor):
-        mixed = _is_mixed([*grads, total_norm])
-        total_norm = total_norm.full_tensor() if mixed else total_norm
-    else:
-        mixed = _is_mixed(grads)
-    if mixed:  # each local shard is scaled alone; torch's function reads only `.grad` of its parameters
-        listed = [SimpleNamespace(grad=to_local(grad)) for grad in grads]  # type: ignore[misc]
-    original(listed, max_norm, total_norm, foreach)
-
-
-def install() -> _torch.Undo:
-    """Extend torch's clipping to DTensors of several meshes, and to DTensors with plain tensors."""
-    return _torch.extend_clipping(_torch_total_norm, _torch_clip_with_norm)

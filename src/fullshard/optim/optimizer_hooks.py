@@ -23,15 +23,14 @@ from fullshard.core import (
     like_shard,
     logical_parameters,
     owner_of,
-    remark_on_gradients,
     remark_on_optimizer,
-    replacement_count,
+    replacement_generation,
     replacement_of,
     restore_subclass,
     shard_of,
     use_plain_dtensor,
 )
-from fullshard.errors import StateError
+from fullshard.errors import StateError, warn_once
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
@@ -116,21 +115,10 @@ def shard_loaded_states(optimizer: torch.optim.Optimizer) -> None:
                     state[key] = like_shard(parameter, value)
 
 
-_SEEN: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def _warn_once_about(optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-    """Warn, once per optimizer, of plain parameters beside sharded ones, and of sharded parameters without any gradient.
-
-    `has_closure`: whether the step calls a closure first, which makes the gradients.
-    """
-    _SEEN.add(optimizer)
+def _warn_of_plain_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of plain parameters with gradients beside sharded ones."""
     plain: list[str] = []
     units: list[Unit] = []
-    sharded = [p for p in logical_parameters(p for group in optimizer.param_groups for p in group["params"]) if p.requires_grad]
-    unit = owner_of(sharded[0]) if sharded else None
-    if unit is not None and not has_closure and all(parameter.sharded.grad is None for parameter in sharded):
-        remark_on_gradients(unit, [parameter.name for parameter in sharded])
     for group in optimizer.param_groups:
         names = group.get("param_names", [f"one of shape {tuple(p.shape)}" for p in group["params"]])
         for name, parameter in zip(names, group["params"]):
@@ -153,13 +141,13 @@ class _OptimizerCache:
     """
 
     __slots__ = (
-        *("_back_references", "_parameters", "_replacement_count", "_sharded"),
+        *("_back_references", "_parameters", "_generation", "_sharded"),
         *("entries", "had_grad", "lister", "order", "states"),
     )
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: _OptimizerCache | None = None) -> None:
         """`before`: the cache that this one takes the place of."""
-        self._replacement_count = replacement_count()
+        self._generation = replacement_generation()
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._back_references = [back_references(members) for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
@@ -190,11 +178,19 @@ class _OptimizerCache:
         cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
         if cache is not None and cache.order is not None:
             cache.order.leave()  # restore the order after a step that raised
-        if cache is None:
+        is_new = cache is None
+        if is_new:
             optimizer.register_state_dict_pre_hook(_before_state_dict)
         if cache is None or not cache.is_current(optimizer.param_groups):
-            rebind(optimizer)
+            if replaced := rebind(optimizer):
+                warn_once(
+                    f"{type(optimizer).__name__} held {replaced} parameters that fully_shard() or undo() replaced. It steps "
+                    "the new ones from now on, but other lists of the old ones are stale: take them from model.parameters() "
+                    "again."
+                )
             cache = optimizer.__dict__[_CACHE] = cls(optimizer, cache)
+        if is_new:
+            _warn_of_plain_parameters(optimizer)
         if cache.states is not optimizer.state:
             shard_loaded_states(optimizer)
             cache.states = optimizer.state
@@ -202,7 +198,7 @@ class _OptimizerCache:
 
     def is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Return True if the optimizer still has the same parameters, and these still belong to the same units."""
-        if len(groups) != len(self._parameters) or self._replacement_count != replacement_count():
+        if len(groups) != len(self._parameters) or self._generation != replacement_generation():
             return False
         for group, known, backs in zip(groups, self._parameters, self._back_references):
             members = group["params"]
@@ -248,8 +244,6 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     cache = _OptimizerCache.of(optimizer)
     has_closure = _closure_of(args, kwargs) is not None
-    if optimizer not in _SEEN:
-        _warn_once_about(optimizer, has_closure=has_closure)
     sharded = cache.sharded
     if _torch.step_may_be_compiled():
         _prepare_tracing([parameter.sharded.grad for parameter in sharded])
@@ -307,7 +301,7 @@ def _prepare_tracing(gradients: Sequence[Any]) -> None:
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     restore_subclass()
     _torch.have_listed_by_itself(optimizer)
-    cache = optimizer.__dict__.get(_CACHE) or _OptimizerCache.of(optimizer)
+    cache: _OptimizerCache = optimizer.__dict__[_CACHE]
     if cache.order is not None:
         cache.order.leave()
     # Record the writes, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may
@@ -321,7 +315,43 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     gather_after_step()
 
 
-def install() -> _torch.Undo:
-    """Hook the steps of all optimizers: checks, steps on local shards and by owners, and entries in the collective log."""
-    # dynamo would trace into them if the caller compiles `optimizer.step`
-    return _torch.on_optimizer_step(_torch.disable_tracing(_before_step), _torch.disable_tracing(_after_step))
+class _Registration:
+    is_made = False  # in this process
+
+
+# Optimizers without sharded parameters: generation of replacements and number of parameters, for which this was found.
+_UNCONCERNED: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
+def _holds_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer steps sharded parameters, or parameters that sharded ones replaced."""
+    if _CACHE in optimizer.__dict__:
+        return True
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(issubclass(kind, DTensor) for kind in set(map(type, parameters))) and logical_parameters(parameters):
+        return True
+    state = replacement_generation(), len(parameters)
+    if _UNCONCERNED.get(optimizer) == state:
+        return False
+    if any(replacement_of(parameter) is not None for parameter in parameters):
+        return True
+    _UNCONCERNED[optimizer] = state
+    return False
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _holds_sharded(optimizer):
+        _before_step(optimizer, args, kwargs)
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _CACHE in optimizer.__dict__:
+        _after_step(optimizer, args, kwargs)
+
+
+def register() -> None:
+    """Register hooks around the steps of all optimizers, once: checks, steps on local shards and by owners, log entries."""
+    if not _Registration.is_made:
+        _Registration.is_made = True
+        # dynamo would trace into them if the caller compiles `optimizer.step`
+        _torch.on_optimizer_step(_torch.disable_tracing(_before_any_step), _torch.disable_tracing(_after_any_step))

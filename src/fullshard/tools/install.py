@@ -1,16 +1,33 @@
-"""Replace torch's FSDP2 by fullshard, for programs that import FSDP2 by name."""
+"""install(): the names of torch that fullshard replaces, for programs that are not changed; and uninstall()."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-from fullshard.core import AllGather, Comm, DataParallelMeshDims, ReduceScatter
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
+from fullshard.core import (
+    AllGather,
+    Comm,
+    DataParallelMeshDims,
+    ReduceScatter,
+    ShardedDTensor,
+    logical_parameters,
+    store_shard,
+    to_local,
+    unsharded_like,
+)
 from fullshard.errors import StateError
-from fullshard.frontend import patches
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
@@ -19,9 +36,118 @@ from fullshard.frontend.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.optim.optimizer_hooks import rebind
+from fullshard.optim.pieces import current
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+# --- functions of torch that refuse DTensors of several meshes, or compute with each shard alone -------------------------
+
+_clip_within_mesh = torch.nn.utils.clip_grad_norm_
+
+
+@functools.wraps(_clip_within_mesh)
+def _clip(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clip with fullshard.clip_grad_norm_ where torch refuses: several meshes, DTensors beside plain tensors.
+
+    And for the maximum norm, which torch cannot compute of a shard without rows.
+    """
+    listed = [current(one) for one in ([parameters] if isinstance(parameters, Tensor) else parameters)]
+    meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in listed if one.requires_grad}
+    if (len(meshes) > 1 or float(norm_type) == torch.inf) and logical_parameters(listed):
+        return clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite)
+    return _clip_within_mesh(listed, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _trunc_normal(original: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run torch's trunc_normal_ on an unsharded tensor and keep this rank's shard.
+
+    It redraws rejected values with masked operations, which DTensor would run on each rank's shard alone.
+    """
+    if not isinstance(tensor, ShardedDTensor) or tensor.device.type == "meta":
+        return original(tensor, *args, **kwargs)
+    full = unsharded_like(tensor)
+    original(full, *args, **kwargs)
+    with torch.no_grad():
+        store_shard(tensor, full, "trunc_normal_()")
+    return tensor
+
+
+def _groups_of(parameters: list[Tensor]) -> list[tuple[str, dist.ProcessGroup]]:
+    """Return the device type and process group of each mesh dim that parameters are distributed over, each group once.
+
+    They depend on the parameters, not on their gradients: all ranks must reduce over the same groups in the same order.
+    """
+    found: dict[dist.ProcessGroup, str] = {}
+    for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                found.setdefault(mesh.get_group(dim), mesh.device_type)
+    return [(device_type, group) for group, device_type in found.items()]
+
+
+@torch.no_grad()
+def _unscale(
+    original: Callable[..., dict[torch.device, Tensor]],
+    scaler: Any,
+    optimizer: Any,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    """Unscale the gradients of an optimizer, and find infinities and NaNs of all ranks in them.
+
+    torch looks over the mesh and the placements of the first gradient only. With several meshes, or scalars, some ranks
+    would skip the step and others would not.
+
+    Returns:
+        For each device a tensor above 0 if a rank found one; equal on all ranks. Empty if no rank has a gradient: then the
+        scaler raises, as without sharding.
+    """
+    rebind(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = _groups_of(parameters)
+    if not logical_parameters(parameters):
+        return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    plain = [parameter for parameter in parameters if not isinstance(parameter.grad, DTensor)]
+    by_device = original(scaler, SimpleNamespace(param_groups=[{"params": plain}]), inv_scale, found_inf, allow_fp16)
+    grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            if parameter.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            local = to_local(parameter.grad)
+            grads.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), locals_ in grads.items():
+        found = by_device.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
+        _torch.unscale_and_check(locals_, found, inv_scale.to(device))
+    # Also if this rank has no gradient, since the others reduce: -1 stands for none.
+    none = not by_device
+    every = [torch.full_like(found_inf, -1.0)] if none else [one.to(found_inf.device) for one in by_device.values()]
+    total = torch.stack(every).max()
+    # Forward and backward: a maximum over the groups of one mesh reaches ranks that only the groups of another one connect.
+    for device_type, group in [*groups, *groups[-2::-1]]:
+        part = total if device_type == total.device.type else total.to(device_type)
+        dist.all_reduce(part, dist.ReduceOp.MAX, group=group)
+        total = part.to(total.device)
+    if none and total.item() < 0:
+        return by_device
+    by_device.setdefault(found_inf.device, found_inf)
+    for one in by_device.values():
+        one.copy_(total)
+    return by_device
+
+
+# --- names ---------------------------------------------------------------------------------------------------------------
+
 _REPLACEMENTS: dict[str, Any] = {
+    "clip_grad_norm_": _clip,
     "AllGather": AllGather,
     "CPUOffloadPolicy": CPUOffloadPolicy,
     "Comm": Comm,
@@ -37,6 +163,8 @@ _REPLACEMENTS: dict[str, Any] = {
     "share_comm_ctx": share_comm_ctx,
 }
 _EXPORTING_MODULES = (  # torch's modules that define or re-export these names
+    "torch.nn.utils.clip_grad",
+    "torch.nn.utils",
     "torch.distributed.fsdp._fully_shard._fsdp_api",
     "torch.distributed.fsdp._fully_shard",
     "torch.distributed.fsdp",
@@ -54,6 +182,7 @@ class Installation:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._undo = [_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)]
 
     def replace(self, namespace: dict[str, Any], name: str, ours: Any) -> None:
         """Replace `name` in `namespace`, and record the previous value."""
@@ -66,6 +195,8 @@ class Installation:
             if namespace.get(name) is ours:
                 namespace[name] = theirs
         self._replaced.clear()
+        while self._undo:
+            self._undo.pop()()
 
 
 _installed: list[Installation] = []
@@ -76,6 +207,10 @@ def install() -> None:
 
     Replaces the names in torch's modules, for later imports, and in every module that has imported them already. Modules
     that torch's own `fully_shard` was called on, and the other parts of torch, are not changed. A second call has no effect.
+
+    Three functions of torch change for sharded parameters: `torch.nn.utils.clip_grad_norm_` takes several meshes, and plain
+    parameters beside sharded ones; `torch.amp.GradScaler` finds infinities of all ranks on all meshes; and
+    `torch.nn.init.trunc_normal_` draws the unsharded tensor. Nothing else in fullshard replaces anything in torch.
 
     Example:
         >>> import fullshard
@@ -111,23 +246,14 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`, and the changes that the first `fully_shard()` made in torch if no sharded model is alive.
-
-    Modules that imported names after `install()` keep fullshard's objects.
+    """Undo `install()`. Modules that imported names after `install()` keep fullshard's objects.
 
     Raises:
-        StateError: if there is nothing to undo, or nothing but changes that sharded models need.
+        StateError: if `install()` was not called.
     """
-    if not _installed and not patches.are_installed():
-        raise StateError("fullshard.uninstall() cannot undo anything: neither install() nor fully_shard() was called.")
-    if not _installed and patches.are_needed():
-        raise StateError(
-            "fullshard.uninstall() cannot undo the changes that fully_shard() made in torch, since sharded models are alive. "
-            "Call undo() on these models, or delete them, first."
-        )
-    if _installed:
-        _installed.pop().restore()
-    patches.uninstall()
+    if not _installed:
+        raise StateError("fullshard.uninstall() cannot undo anything: install() was not called.")
+    _installed.pop().restore()
 
 
 @contextmanager

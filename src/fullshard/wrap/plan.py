@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
-from fullshard.core import KeepAfterForward, children_first
+from fullshard.core import KeepAfterForward, children_first, remarks_on_sizes
 from fullshard.errors import check_int
 from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding, resolve_mp
@@ -158,9 +158,9 @@ _SHARED_PARAMETER = "they share a parameter"
 class Plan:
     """The planned units of a model, in the order in which they will be sharded: children first, the model last.
 
-    Print it to see the parameters of each unit. `add`, `drop`, `merge` and `set` edit it;
-    `fullshard.shard_model(model, policy=plan)` executes it. Every parameter is in exactly one unit: the innermost unit around
-    all modules that register it. Units that share a parameter, and are not nested, are merged.
+    Print it to see the parameters of each unit, and remarks on units that determine the peak memory. `add`, `drop`, `merge` and
+    `set` edit it; `fullshard.shard_model(model, policy=plan)` executes it. Every parameter is in exactly one unit: the
+    innermost unit around all modules that register it. Units that share a parameter, and are not nested, are merged.
 
     Args:
         outline: names and sizes of the model: `plan_model(model).outline`.
@@ -394,7 +394,9 @@ class Plan:
             f"{len(held)} units hold {len(total)} parameters: {numel:,} elements, {bytes_text(nbytes)}; "
             f"the largest holds {bytes_text(most)}"
         )
-        return "\n".join([*aligned(rows, right={2, 3, 4}), last])
+        sizes = [(unit.name, sum(entry.numel for entry in entries)) for unit, entries in held if unit.modules != ("",)]
+        root = numel - sum(size for _, size in sizes)
+        return "\n".join([*aligned(rows, right={2, 3, 4}), last, *remarks_on_sizes([("(model)", root), *sizes])])
 
     def __repr__(self) -> str:
         return f"Plan of {len(self._units)} units: {', '.join(unit.name for unit in self._units)}"
