@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import harness  # noqa: E402
+import rotation  # noqa: E402
 
 sys.path += harness.ROOMS  # some tests are built of what others have beside them
 torch.set_num_threads(1)
@@ -101,8 +102,16 @@ def _warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 LONGEST = ("test_a_part_of_the_matrix_of_endings_and_places",)  # tests that take longest of all
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the cases of this part, and begin with what takes longest."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("rotates"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    chosen = {item for some in cases.values() for item in rotation.share(some, *some[0].get_closest_marker("rotates").args)}  # type: ignore[union-attr]
+    left = [item for item in items if item.get_closest_marker("rotates") and item not in chosen]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
     order = {name: index for index, name in enumerate((*WAITING, *LONG))}
     items.sort(key=lambda item: (item.name not in LONGEST, order.get(item.path.name, len(order))))
     if torch.version.cuda and not torch.cuda.is_available() and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
@@ -142,6 +151,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which part of the tests that repeat themselves ran, and how to run it again."""
-    import rotation
-
     terminalreporter.write_line(rotation.header())

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, seed, settings
 
-PARTS = 8
+PARTS = 16
 
 T = TypeVar("T")
 
@@ -48,10 +48,10 @@ def header() -> str:
     return f"tests that repeat themselves: part {number} of {PARTS}; again with FULLSHARD_TESTS=part:{number}"
 
 
-def share(cases: Sequence[T]) -> list[T]:
-    """The cases that run: every eighth, at least one."""
+def share(cases: Sequence[T], parts: int = PARTS) -> list[T]:
+    """The cases that run: one of so many, at least one."""
     number = part()
-    parts = min(PARTS, len(cases))
+    parts = min(parts, len(cases))
     return list(cases) if number is None else [case for index, case in enumerate(cases) if index % parts == number % parts]
 
 
@@ -61,7 +61,7 @@ def share_of(count: int) -> int:
 
 
 def random_cases(count: int) -> Callable[[Any], Any]:
-    """For a test by hypothesis: the same `count` random cases each time, or the eighth of another such set that the part has."""
+    """For a test by hypothesis: the same `count` random cases each time, or the part of another such set."""
     number = part()
     options: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
     if number is None:

@@ -143,6 +143,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("size", [2, 4], ids=["pp2_dp1", "pp2_dp2"])
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES, ids=[name for name, _ in SCHEDULES])
 def test_schedule_over_sharded_stages_gives_the_gradients_of_the_whole_model(size, name, per_rank):
@@ -151,6 +152,7 @@ def test_schedule_over_sharded_stages_gives_the_gradients_of_the_whole_model(siz
     launch(_pipeline, size=size, name=name, per_rank=per_rank)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(("name", "per_rank"), SCHEDULES[:3], ids=[name for name, _ in SCHEDULES[:3]])
 def test_units_that_reshard_after_forward_are_gathered_again_for_each_microbatch(name, per_rank):
     launch(_pipeline, size=4, name=name, per_rank=per_rank, reshard_after_forward=None)

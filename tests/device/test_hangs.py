@@ -134,6 +134,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("fault", TEXTS)
 def test_a_hang_is_named_on_all_ranks(fault: str) -> None:
     text, seconds, but = TEXTS[fault]

@@ -124,6 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("case", list(CASES))
 @ranks(1, 2, 3)
 def test_no_address_changes_from_the_third_step_on(world: World, case: str) -> None:

@@ -23,6 +23,7 @@ def add_one(model: Any) -> None:
             parameter.to_local().add_(1)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
 def test_the_weights_of_the_call_are_saved(world: World, cut: str) -> None:

@@ -106,6 +106,7 @@ class Pair:
 HOW = ["blocks before sharding", "blocks after sharding", "whole blocks, before sharding", "the whole model", "a chain"]
 
 
+@pytest.mark.rotates(5)
 @pytest.mark.proves("28a")
 @pytest.mark.parametrize("how", HOW)
 @ranks(2, limit=240)
@@ -131,6 +132,7 @@ def test_compiled_and_eager_agree_and_nothing_is_compiled_again(world: World, ho
         assert counters["stats"]["unique_graphs"] == graphs and dict(counters["frames"]) == frames
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize(
     "options",
     [

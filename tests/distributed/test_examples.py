@@ -45,6 +45,7 @@ def test_the_global_seed_of_an_example_is_alike_on_all_ranks(path: Path) -> None
     assert not [text for text in said if re.search(r"rank|process_index", text)], said
 
 
+@pytest.mark.rotates(5)
 @pytest.mark.parametrize(
     ("name", "ranks"), [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2), ("muon", 2)]
 )

@@ -54,6 +54,7 @@ def assert_grads(sharded: nn.Module, model: nn.Module, grad: torch.dtype, tolera
         assert off <= tolerance * largest * ROWS**0.5, f"{name}: off by {off} of {largest}"
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("8c")
 @pytest.mark.parametrize(("storage", "grad"), PAIRS)
 @pytest.mark.parametrize("way", ["plain", "accumulated", "not the last", "offloaded", "two reductions"])

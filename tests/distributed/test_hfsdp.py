@@ -300,6 +300,7 @@ def test_three_dims_and_weights_on_another_mesh(world: World) -> None:
 # --- what holds the shards ---
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.proves("44d")
 @ranks(4, 8)
 def test_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks(world: World) -> None:

@@ -23,6 +23,7 @@ def loaded(world: World, cut: str) -> Any:
     return model
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
 def test_every_full_tensor_comes_once_in_order(world: World, cut: str) -> None:

@@ -479,6 +479,7 @@ def test_any_level_and_options_train_as_the_unsharded_model_does(world: World) -
 # --- checkpoints, and changes ---
 
 
+@pytest.mark.rotates(3)
 @ranks(1, 2, 3)
 def test_a_checkpoint_of_one_level_loads_under_every_other(world: World) -> None:
     folder = world.folder("levels")

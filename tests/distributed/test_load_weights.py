@@ -30,6 +30,7 @@ from fullshard.weights.rules import Convert, Drop, Merge, Rename, Transpose
 from fullshard.weights.targets import tensors_of
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("meta", [True, False])
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)

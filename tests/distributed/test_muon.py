@@ -84,6 +84,7 @@ def train_alike(world: World, model: nn.Module, sharded: nn.Module, steps: int =
     return [steppers[0] for _, steppers in pairs]
 
 
+@pytest.mark.rotates(4)
 # torch's Muon in bfloat16 without nesterov divides its momentum by the norm, in place; fullshard leaves it as it is.
 @pytest.mark.parametrize(
     ("dtype", "options"),

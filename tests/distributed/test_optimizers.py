@@ -20,6 +20,7 @@ import fullshard
 from fullshard.core.sharded_param import to_local
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("13a")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("who", ["torch", "fullshard"])

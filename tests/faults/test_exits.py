@@ -121,6 +121,7 @@ def leave(rank: Rank, where: str, ending: str) -> None:
     time.sleep(20)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("31c")
 @pytest.mark.parametrize("ending", ["live on", "barrier", "destroy"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -169,6 +170,7 @@ def around(rank: Rank, where: str, ending: str) -> None:
     time.sleep(20)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("31c")
 @pytest.mark.parametrize(("where", "ending"), [("wrap", "raise"), ("materialize", "raise"), ("materialize", "live on")])
 def test_all_learn_of_a_failure_around_wrapping(where: str, ending: str) -> None:
@@ -215,6 +217,7 @@ def destroy(rank: Rank) -> None:
     steps(model)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.proves("31e")
 @pytest.mark.parametrize("store", ["tcp", "agent"])
 def test_all_learn_at_once_that_a_rank_destroyed_the_process_group(store: str) -> None:

@@ -100,6 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
     return {rank: losses for rank, (losses, _, _) in run(SIZE, tmp_path_factory.mktemp("whole")).items()}
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.proves("31b")
 @pytest.mark.processes
 @pytest.mark.parametrize("kill", ["forward", "backward", "backward, late"])

@@ -114,6 +114,7 @@ def saved(
     )
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("4c")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("victims", [[0], [1], [0, 1]])
@@ -230,6 +231,7 @@ def ending(rank: Rank, directory: str, what: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("what", ["ends", "destroyed", "slow", "killed 0", "killed 1"])
 def test_a_process_that_ends_ends_its_save(what: str, tmp_path: Path) -> None:
     """A job that ends without `wait` has its checkpoint; one of which a rank is killed ends, and has none."""
