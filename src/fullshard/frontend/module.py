@@ -997,8 +997,9 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
 def undo(module: M) -> M:
     """Undo `fully_shard`: make a plain module with unsharded parameters, in place and on every rank. Collective.
 
-    Parameters keep their gradients, attributes, hooks, ties and `requires_grad`. Optimizers follow them. A unit of several
-    modules is undone as a whole, also if some of them are outside of `module`.
+    Parameters keep their gradients, attributes, hooks, ties and `requires_grad`. Optimizers follow them in their next step.
+    Before it, their `zero_grad()` reaches the old parameters only, so clear gradients first. A unit of several modules is
+    undone as a whole, also if some of them are outside of `module`.
 
     Args:
         module: a sharded module, or a module that contains sharded modules.

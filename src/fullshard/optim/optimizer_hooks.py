@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -327,13 +328,14 @@ def _holds_sharded(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer steps sharded parameters, or parameters that sharded ones replaced."""
     if _CACHE in optimizer.__dict__:
         return True
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(issubclass(kind, DTensor) for kind in set(map(type, parameters))) and logical_parameters(parameters):
+    groups = [group["params"] for group in optimizer.param_groups]
+    kinds = set(chain.from_iterable(map(type, members) for members in groups))
+    if any(issubclass(kind, DTensor) for kind in kinds) and any(map(logical_parameters, groups)):
         return True
-    state = replacement_generation(), len(parameters)
+    state = replacement_generation(), sum(map(len, groups))
     if _UNCONCERNED.get(optimizer) == state:
         return False
-    if any(replacement_of(parameter) is not None for parameter in parameters):
+    if any(replacement_of(parameter) is not None for parameter in chain.from_iterable(groups)):
         return True
     _UNCONCERNED[optimizer] = state
     return False
