@@ -31,6 +31,7 @@ from models import (
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
@@ -355,6 +356,28 @@ def test_a_plain_module_around_wrappers_saves_and_loads_them(world: World) -> No
     assert torch.equal(full(outer[1].up.weight), model[1].up.weight)
     gone = {key: value for key, value in model.state_dict().items() if key != "1.up.weight"}
     assert outer.load_state_dict(gone, strict=False).missing_keys == ["1.up.weight"]
+
+
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}])
+@ranks(2)
+def test_functions_of_torch_save_and_load_weights_and_optimizer_states(world: World, options: dict[str, bool]) -> None:
+    """set_optimizer_state_dict() did not find what get_optimizer_state_dict() had returned."""
+    model, asked = Stack(), StateDictOptions(**options)
+    sharded = wrapped(model, auto_wrap_policy=BLOCKS)
+    optimizer, plain = train(world, model, sharded, steps=1)
+    weights, states = get_state_dict(sharded, optimizer, options=asked)
+    named = get_state_dict(model, plain, options=asked)
+    assert [weights.keys(), states.keys(), states.get("state", {}).keys()] == [
+        named[0].keys(),
+        named[1].keys(),
+        named[1].get("state", {}).keys(),
+    ]
+    other = wrapped(Stack(), auto_wrap_policy=BLOCKS)
+    resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
+    set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=states, options=asked)
+    assert_same_states(optimizer, resumed)
+    assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert all(torch.equal(full(one), full(two)) for one, two in zip(sharded.parameters(), other.parameters()))
 
 
 @ranks(2)

@@ -541,6 +541,10 @@ class FullyShardedDataParallel(nn.Module):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_name(name), buffer
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch.distributed.checkpoint.state_dict to omit the attribute of the wrapped module in names."""
+        return {"": _WRAPPED_MODULE}
+
     # --- forward and backward --------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
