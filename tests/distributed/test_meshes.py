@@ -459,6 +459,33 @@ def test_clipping_counts_each_element_once_whatever_is_replicated(world: World) 
             assert_same_grads(sharded, model)
 
 
+@pytest.mark.proves("13c")
+@ranks(4)
+def test_gradients_that_differ_between_ranks_outside_of_their_mesh_are_not_clipped(world: World) -> None:
+    """Each group of experts got a norm of its own, so the rows of one dense weight were scaled differently, silently."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    every, ep = mesh["edp", "ep"]._flatten("dp"), mesh["ep"].get_local_rank()
+    cases: list[tuple[str, float, str]] = [
+        ("expert", 2.0 * ep, "'weight' of unit 'Linear'"),
+        ("adapter", float(world.rank == 3), "a plain parameter"),
+        ("expert", 1e-6 * ep, ""),
+        ("adapter", 1e-6 * ep, ""),
+    ]
+    for name, difference, told in cases:
+        model = nn.ModuleDict({one: nn.Linear(2, 2, bias=False) for one in ("dense", "expert", "adapter")})
+        fully_shard(model["expert"], mesh=mesh["edp"], sync="off")
+        fully_shard(model["dense"], mesh=every, sync="off")
+        dense, beside = model["dense"].weight, model[name].weight
+        dense.grad, beside.grad = torch.full_like(dense.detach(), 8.0), torch.full_like(beside.detach(), 1.0 + difference)
+        if told:
+            with pytest.raises(fullshard.StateError, match=f"{told}.* differs between rank 0 and"):
+                fullshard.clip_grad_norm_([dense, beside], 1.0)
+            assert torch.equal(dense.grad.to_local(), torch.full_like(dense.grad.to_local(), 8.0))
+        else:
+            norm = fullshard.clip_grad_norm_([dense, beside], 1.0)
+            assert_near(norm, torch.tensor((4 * 64.0 + 4) ** 0.5), "norm")
+
+
 @ranks(4)
 def test_named_axes_of_one_full_mesh(world: World) -> None:
     """Every parameter is a DTensor on the whole mesh; the data-parallel axes are named."""
@@ -529,7 +556,7 @@ def test_experts_lie_on_a_mesh_of_their_own_beside_dense_parameters(world: World
     assert mine.experts.device_mesh == mesh["efsdp"] and mine.experts.placements == (Shard(1),)
     with fullshard.counting(mine) as messages:
         square(mine(batch(0).chunk(4)[world.rank])).backward()
-    assert kinds(messages) == {
+    assert kinds([one for one in messages if one.kind != "talk"]) == {
         ("all_gather", 4): 1,
         ("all_gather", 2): 1,
         ("reduce_scatter", 4): 1,
@@ -544,8 +571,8 @@ def test_experts_lie_on_a_mesh_of_their_own_beside_dense_parameters(world: World
     same = [plain[other].experts.grad for other in range(4) if other % 2 == rank]
     assert_near(mine.experts.grad, torch.stack(same).mean(0), "experts.grad")
     assert_near(mine.dense.weight.grad, torch.stack([p.dense.weight.grad for p in plain]).mean(0), "dense.weight.grad")
-    norm = fullshard.clip_grad_norm_(mine.parameters(), 1.0)
-    assert torch.isfinite(norm)
+    with pytest.raises(fullshard.StateError, match="The norm of the gradients of 'experts' .* differs between rank 0 and"):
+        fullshard.clip_grad_norm_(mine.parameters(), 1.0)
 
 
 # --- offload -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from harness import World, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fullshard
 from fullshard import EMA, ShardPlacementResult, fully_shard, load_weights, save_weights
@@ -44,6 +45,39 @@ def test_files_are_those_of_one_process_for_every_cut(world: World, cut: str) ->
         again = sharded(world, "rows")
         fullshard.load_weights(again, folder / "new")
         check(again, values())
+
+
+def with_replicated_head(world: World, head: float, adapter: float = 0.0) -> nn.ModuleDict:
+    """A model whose `head` tensor parallelism leaves whole, with this value on this rank; and an ignored parameter."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(4, 8, bias=False), "head": nn.Linear(8, 4, bias=False)})
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
+    with torch.no_grad():
+        model["head"].weight.fill_(head)
+    model["adapter"] = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(model["adapter"].weight, adapter)
+    for name in ("up", "head"):
+        fully_shard(model[name], mesh=mesh["dp"], sync="off")
+    return model
+
+
+@pytest.mark.proves("4f")
+@ranks(4)
+def test_copies_that_differ_between_ranks_are_told_before_a_file_is_written(world: World) -> None:
+    """Rows of a weight that tensor parallelism leaves whole were divided among its ranks, so a file was a patchwork of two."""
+    folder = world.folder("copies")
+    with pytest.raises(ValueError, match=r"'head\.weight' differs between rank 0 and"):
+        save_weights(with_replicated_head(world, float(world.rank % 2)), folder / "new")
+    with pytest.raises(ValueError, match=r"'adapter\.weight' differs between rank 0 and"):
+        save_weights(with_replicated_head(world, 1.0, adapter=float(world.rank == 3)), folder / "new")
+    assert not (folder / "new").exists()
+    model = with_replicated_head(world, 1.0 + 1e-6 * (world.rank % 2))  # kernels may round otherwise
+    save_weights(model, folder / "new")
+    with torch.no_grad():
+        model["head"].weight.zero_()
+    load_weights(model, folder / "new")
+    torch.testing.assert_close(model["head"].weight.full_tensor(), torch.ones(4, 8))
 
 
 @ranks(2)

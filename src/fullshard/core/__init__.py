@@ -64,6 +64,7 @@ heartbeat.py           the all-reduce at the end of a synchronized backward
 communicator.py        streams, process groups, and the log of collectives
 collectives_pool.py    the collectives of process groups, one object per group and role
 agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
+copies.py              comparison of what a call computes or writes once, over all ranks of the largest mesh
 
 One parameter, one layout, one mesh:
 
@@ -109,6 +110,7 @@ from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall
+from fullshard.core.copies import agreement_of_all, find_difference
 from fullshard.core.extension import needs_own_group
 from fullshard.core.full_tensors import all_gather_full, full_tensor
 from fullshard.core.grad_commit import flat_gradient
@@ -227,6 +229,7 @@ __all__ = [
     "Wait",
     "Work",
     "added_parameters",
+    "agreement_of_all",
     "all_gather_full",
     "attach_unit",
     "back_references",
@@ -237,6 +240,7 @@ __all__ = [
     "collect",
     "collectives_for",
     "detach_unit",
+    "find_difference",
     "flat_gradient",
     "forget_writes",
     "full_tensor",

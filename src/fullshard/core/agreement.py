@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName
+from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName, listed
 from fullshard.comm.base import Collectives, StartedWork
 from fullshard.comm.process_groups import ProcessGroupHandle
 from fullshard.core.communicator import Communicator
@@ -237,6 +237,13 @@ class Agreement(Ranks):
             rank, length = _HEADER.unpack_from(every, start)
             found[rank] = every[start + _HEADER.size :][:length]
         return dict(sorted(found.items()))
+
+    def who_differs(self, content: bytes) -> str:
+        """Return which ranks have other bytes of equal length, as "between rank 0 and ranks 1-3"; "" if none. Collective."""
+        found = self.gather_bytes(content, at_most=len(content))
+        first = next(iter(found))
+        others = [rank for rank, other in found.items() if other != found[first]]
+        return f"between rank {first} and {listed(others)}" if others else ""
 
     def first_rank_bytes(self, content: bytes) -> bytes:
         """Return the bytes of the first rank. Collective; other ranks may pass anything."""

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
-from fullshard.checks.collective_log import listed
 from fullshard.comm.process_groups import ProcessGroupHandle
 from fullshard.core.agreement import Agreement
 from fullshard.core.mesh import ShardAxis, resolve_mesh
@@ -304,10 +303,7 @@ def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
         texts = agreement.over(claim.over).gather_bytes(mine.encode(), at_most=_SHOWN)
         listing = "; ".join(text.decode(errors="ignore").strip() for text in texts.values())
         return f"The ranks sharded different models: {listing}. Build the same model with the same options on all ranks."
-    found = agreement.over(claim.over).gather_bytes(bytes(number.tolist()), at_most=8)
-    first = next(iter(found))
-    others = [rank for rank, value in found.items() if value != found[first]]
-    where = f"between rank {first} and {listed(others)}" if others else "between other ranks"
+    where = agreement.over(claim.over).who_differs(bytes(number.tolist())) or "between other ranks"
     return f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' differs {where}{claim.error}"
 
 

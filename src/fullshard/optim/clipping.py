@@ -19,6 +19,8 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     UnitName,
+    agreement_of_all,
+    find_difference,
     flat_gradient,
     logical_parameters,
     on_release,
@@ -161,7 +163,9 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: with `error_if_nonfinite=True`, if the norm is not finite; no gradient has changed then.
-        StateError: if a gradient is accumulated on each rank only (`accumulate()`); the error names the parameter.
+        StateError: if a gradient is accumulated on each rank only (`accumulate()`); the error names the parameter. Also if
+            gradients of plain parameters, or of parameters on a smaller mesh than others, differ between ranks that clip them
+            together; calls 1, 2, 4, 8 and so on compare their norm.
         ValueError: for a `norm_type` that is not above 0, a `max_norm` that is negative or NaN, or a DTensor gradient with a
             `Partial` placement.
 
@@ -191,6 +195,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_ takes a norm_type > 0 or inf, got {norm_type!r}.")
     if isinstance(max_norm, (int, float)) and not max_norm >= 0:  # a tensor may be on a device
         raise ValueError(f"clip_grad_norm_ takes a max_norm >= 0, got {max_norm!r}.")
+    _check_copies(listed, sharded, power)
     limit = max_norm if isinstance(max_norm, (int, float)) else "a tensor"
     total = _total_norm(grads, power, f"clip_grad_norm_({limit}, {power})")
     if error_if_nonfinite and not torch.isfinite(total):
@@ -200,6 +205,44 @@ def clip_grad_norm_(
     for (dtype, where), tensors in _by_dtype_and_device([tensor for _, tensor in grads.parts]).items():
         torch._foreach_mul_(tensors, coefficient.to(where, torch.float64 if dtype == torch.float64 else torch.float32))
     return total
+
+
+_COMPARED: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
+"""Number of clippings of parameters beside the largest mesh, by the unit of a parameter on that mesh."""
+_ROUNDING = 1e-3  # relative difference of the norms of equal gradients that were computed by kernels that round otherwise
+
+
+def _check_copies(parameters: Sequence[Tensor], logical: Sequence[ShardedParameter], power: float) -> None:
+    """Raise StateError if gradients of parameters beside the largest mesh differ between its ranks. Collective.
+
+    Such ranks would get other norms, and scale the shards of one gradient differently. A difference is there from the first
+    step on, or grows; so calls 1, 2, 4, 8 and so on compare, and no other call waits for the device.
+    """
+    meshes = {id(one.sharding.mesh): one.sharding.mesh for one in logical}
+    sizes = {key: mesh.size() for key, mesh in meshes.items()}
+    largest = max(sizes.values(), default=1)
+    beside: list[Tensor] = [one.sharded for one in logical if sizes[id(one.sharding.mesh)] < largest]
+    plain = [one for one in parameters if one.requires_grad and not isinstance(one, DTensor)]
+    unit = next((owner_of(one) for one in logical if sizes[id(one.sharding.mesh)] == largest), None)
+    if unit is None or largest == 1 or not (beside or plain):
+        return
+    calls = _COMPARED[unit] = _COMPARED.get(unit, 0) + 1
+    if calls & (calls - 1):  # no power of two
+        return
+    call = "clip_grad_norm_: comparison of copies"
+    grads = _Gradients([*beside, *plain], logical_parameters(beside))
+    norm = _total_norm(grads, power, call) if grads.parts else torch.zeros(())
+    names = [f"'{one.name}' of unit '{one.unit_name.name}'" for one in logical_parameters(beside)[:3]] or [
+        f"a plain parameter of shape {tuple(plain[0].shape)}"
+    ]
+    more = len(beside) + len(plain) - len(names)
+    what = f"The norm of the gradients of {', '.join(names)}{f' and {more} more' if more else ''}"
+    text = find_difference([(what, norm.float())], agreement_of_all(logical, call), _ROUNDING)
+    if text is not None:
+        raise StateError(
+            f"{text}, so these ranks would scale the other gradients differently. Experts that differ between ranks need a "
+            "mesh that says so: make them DTensors that are sharded over these ranks. Reduce gradients of copies first."
+        )
 
 
 def _check_not_partial(tensor: Tensor) -> None:

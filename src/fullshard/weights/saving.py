@@ -123,10 +123,10 @@ def save_weights(
     """Save a model as an ordinary safetensors checkpoint, byte for byte as `save_pretrained` writes it. Collective.
 
     Every rank writes its own rows to their final place in the files. Replicated rows are divided among their ranks; the first
-    rank writes tensors that are not sharded, since other ranks may have other values of them. Ranks that have only columns of a
-    tensor first send them to each other, so that each writes complete rows. A rank uses at most `buffer_bytes` of memory in
-    addition to its shards; more for a single row of over a quarter of that, and with `background` also a copy of its rows. The
-    new checkpoint is written to a temporary directory next to `directory`, and the two are swapped atomically at the end:
+    rank writes tensors that are not sharded, since other ranks may have other values of buffers. Ranks that have only columns
+    of a tensor first send them to each other, so that each writes complete rows. A rank uses at most `buffer_bytes` of memory
+    in addition to its shards; more for a single row of over a quarter of that, and with `background` also a copy of its rows.
+    The new checkpoint is written to a temporary directory next to `directory`, and the two are swapped atomically at the end:
     `directory` always contains either the complete old checkpoint or the complete new one.
 
     Args:
@@ -166,7 +166,8 @@ def save_weights(
 
     Raises:
         ValueError: on every rank, before anything is written: if the disk is too full, rules do not match, parameters have
-            no values, the directory is a file or the root, or another save to it is running.
+            no values, ranks have other values of a parameter that is written once, the directory is a file or the root, or
+            another save to it is running.
         RuntimeError: on every rank: if a rank could not write, now or in an earlier background save. The directory is
             unchanged. If everything is written and only the swap fails, the text has the path of the new, complete
             checkpoint, which is kept until a later save to this directory succeeds.
@@ -199,6 +200,7 @@ def save_weights(
     group.run(join_saves)
     group.run(lambda: check_values(model, tensors.units, "save_weights()"))
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
+    group.run(lambda: tensors.check_copies(group))
     options = repr((buffer_bytes, weights is not None, each_rank is not None, background, step, keep)).encode()
     if not group.all_equal(_fingerprint(layout, outputs) + options):
         raise ValueError(

@@ -18,7 +18,9 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     UnitName,
+    agreement_of_all,
     clean_name,
+    find_difference,
     logical_parameters,
     resolve_mesh,
     units_of,
@@ -26,6 +28,8 @@ from fullshard.core import (
 from fullshard.errors import StateError
 from fullshard.weights.boxes import Box
 from fullshard.weights.shard_map import ModelTensor, ShardMap
+
+_ROUNDING = 1e-2  # relative difference of two copies of a tensor that were trained by kernels that round otherwise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,16 +71,35 @@ class ModelTensors:
         """Return the agreement of all ranks of the model in one call, whose name is `doing`."""
         if len(self.ranks) == 1:
             return Agreement(None, [], UnitName(""), doing)
-        # The largest mesh has all ranks. The axis of a parameter on it, which may be another one than that of its unit, and its
-        # tensor parallel axes together connect all of them.
-        unit, sharding = max(
-            ((unit, p.sharding) for unit in self.units for p in unit.parameters),
-            key=lambda found: found[1].mesh.size(),
-        )
-        names = sharding.mesh.mesh_dim_names or ()
-        axes = [sharding.axis, *(resolve_mesh(sharding.mesh[names[axis]]) for axis in sharding.tensor_parallel_axes)]
-        communicator, subject = unit.runtime.communicator, f"{unit.global_id} {doing}"
-        return Agreement(communicator, axes, unit.unit_name, doing, subject, ranks=self.ranks)
+        return agreement_of_all((p for unit in self.units for p in unit.parameters), doing)
+
+    def check_copies(self, ranks: Agreement) -> None:
+        """Raise ValueError if ranks have other values of a parameter that is written once. Collective.
+
+        Rows of a parameter on a smaller mesh are divided among the ranks outside of it, so their files would be a patchwork of
+        several models. Buffers may differ: those of the first rank are written.
+        """
+        mesh = _mesh_of_all(self.units)
+        if mesh is None:
+            return
+        beside: dict[str | None, list[tuple[str, Tensor]]] = {}  # by mesh dim; None for all ranks
+        for entry in self.entries:
+            own = None if entry.parameter is None else entry.parameter.sharding.mesh
+            outside: list[str | None] = []
+            if own is None and entry.is_parameter:
+                outside = [None]
+            elif own is not None and own.size() < mesh.size():
+                axes = set(_axes_in(own, mesh))
+                outside = [name for axis, name in enumerate(mesh.mesh_dim_names or ()) if axis not in axes]
+            for name in outside:
+                beside.setdefault(name, []).append((f"'{entry.names[0]}'", entry.local))
+        for dim, named in beside.items():
+            some = ranks if dim is None else ranks.on_axis(resolve_mesh(mesh[dim]))
+            if (text := find_difference(named, some, _ROUNDING)) is not None:
+                raise ValueError(
+                    f"{text}, and the checkpoint has one tensor of this name. Give these ranks equal values, or save the "
+                    "module of each rank under a name of its own."
+                )
 
 
 def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:
