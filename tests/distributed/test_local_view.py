@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class Lion(optim.Optimizer):
                     continue
                 self.seen.append(type(parameter))
                 state = self.state[parameter]
-                if not state:
+                if "step" not in state:
                     state["step"] = torch.tensor(0.0)
                     state["momentum"] = torch.zeros_like(parameter)
                 state["step"] += 1
@@ -85,6 +86,30 @@ def test_a_foreign_optimizer_gives_bit_for_bit_what_dtensors_give(world: World) 
     assert_outside(local, fast)
 
 
+@pytest.mark.parametrize("view", [fullshard.local_view, fullshard.whole_view])
+@ranks(2)
+def test_parameters_have_their_attributes_inside_a_step(world: World, view: Callable[[Any], Any]) -> None:
+    """The parameters inside of a view had none, so an optimizer took defaults, silently."""
+
+    class Tagged(optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(getattr(parameter, "rate", 0.0))
+
+    model = nn.Linear(6, 8, bias=False)
+    model.weight.rate = 0.25  # type: ignore[assignment]
+    fullshard.fully_shard(model, mesh=world.mesh)
+    optimizer, before = view(Tagged(model.parameters(), {})), full(model.weight).detach()
+    for rate in (0.25, 0.5):  # also one that is set between steps
+        model.weight.rate = rate  # type: ignore[assignment]
+        square(model(torch.ones(2, 6))).backward()
+        optimizer.step()
+        before = before - rate
+        assert torch.equal(full(model.weight), before)
+
+
 @ranks(2)
 def test_closures_hooks_and_new_groups_see_sharded_parameters(world: World) -> None:
     model = shard_stack(Stack(), world.mesh)
@@ -119,6 +144,72 @@ def test_closures_hooks_and_new_groups_see_sharded_parameters(world: World) -> N
     assert seen == [True] * 9
     assert_same_parameters(model, reference)
     assert_outside(model, optimizer)
+
+
+class BySize(Lion):
+    """Another step for parameters of many elements."""
+
+    least = 32
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.steps = getattr(self, "steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() >= self.least:
+                    parameter.grad.mul_(-1.0)
+        return super().step(closure)
+
+
+@ranks(2)
+def test_an_optimizer_that_chooses_by_size_is_told_once(world: World) -> None:
+    """It chose by the size of the shard, silently."""
+    for least in (1, 32):  # 48 elements, 24 on each rank
+        model = fullshard.fully_shard(nn.Linear(8, 6, bias=False), mesh=world.mesh)
+        optimizer = BySize(model.parameters())
+        optimizer.least = least
+        fullshard.local_view(optimizer)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.weight.grad = torch.ones_like(model.weight.detach())
+                before = full(model.weight).detach()
+                optimizer.step()
+        assert ["by shape or size" in str(one.message) for one in told] == ([True] if least == 32 else [])
+        assert optimizer.steps == 2 and [state["step"] for state in optimizer.state.values()] == [2.0], "the trial is undone"
+        torch.testing.assert_close(full(model.weight).detach() - before, torch.full((6, 8), 0.01 if least == 1 else -0.01))
+
+
+class WithScales(Lion):
+    """One scale for each row, as optimizers with states of 8 bits have, and a table that is equal on all ranks."""
+
+    has_scales = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["table"] = torch.arange(3.0)
+            if self.has_scales:
+                self.state[parameter]["scale"] = parameter.abs().amax(1)
+        return super().step(closure)
+
+
+@pytest.mark.proves("44m")
+@ranks(2)
+def test_states_of_one_rank_are_told_by_state_dict(world: World) -> None:
+    """They were saved as replicas, so all ranks loaded the scales of one."""
+    model = nn.Linear(3, 4, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None].expand(4, 3))
+    fullshard.fully_shard(model, mesh=world.mesh)
+    optimizer = fullshard.local_view(WithScales(model.parameters()))
+    square(model(torch.ones(1, 3))).backward()
+    optimizer.step()
+    assert torch.equal(get_optimizer_state_dict(model, optimizer)["state"]["weight"]["table"], torch.arange(3.0))
+    optimizer.has_scales = True
+    optimizer.step()
+    with pytest.raises(fullshard.StateError, match="'scale' of parameter 'weight' differs between rank 0 and rank 1"):
+        get_optimizer_state_dict(model, optimizer)
 
 
 @ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import prod
 from operator import is_
 from typing import Any, TypeVar
 
@@ -14,11 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters
-from fullshard.errors import StateError
+from fullshard.core import ShardedParameter, agreement_of_all, find_difference, logical_parameters
+from fullshard.errors import StateError, warn_once
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
-from fullshard.optim.step_wrapper import wrap_step
+from fullshard.optim.step_wrapper import BeforeStep, wrap_step
+
+_TRIED = 1 << 24  # elements of the parameters that are tried in their whole shapes
+_ROUNDING = 1e-2  # relative difference of two steps of the same values by kernels that round otherwise
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -36,12 +40,16 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
 
     An optimizer is element-wise if it computes each new value from the old value, its gradient, its state and the options
     only. Do not use this for other optimizers (with a norm per tensor, a matrix operation, or blocks of values that share a
-    scale): each rank would compute these from its own rows. Optimizers of torch.optim need no call.
+    scale), nor for one that chooses by the shape or size of a parameter: each rank would compute with its own rows, whose
+    number is that of the shard. The first step tries a parameter of each shape in its whole shape, and warns if that gives
+    something else. Optimizers of torch.optim need no call.
 
-    Inside `step()`, `param_groups` and `state` hold plain Parameters over this rank's rows. Outside of it, in closures and in
+    Inside `step()`, `param_groups` and `state` hold plain Parameters over this rank's rows, with the attributes of the
+    sharded parameters. Outside of it, in closures and in
     hooks, they hold the sharded parameters and DTensors as before. So clipping, GradScaler, schedulers, `state_dict()` and
     checkpoints work unchanged. References to parameters in other attributes of the optimizer are not replaced. A parameter
-    without rows on this rank is represented by a few zeros, since fused kernels may skip or reject empty tensors.
+    without rows on this rank is represented by a few zeros, since fused kernels may skip or reject empty tensors. States of
+    one rank, as scales of its rows, cannot be saved: `state_dict()` raises StateError if a plain state differs between ranks.
 
     Args:
         optimizer: a `torch.optim.Optimizer` whose class defines `step`. Call this before other code wraps `step`, for example
@@ -72,7 +80,31 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
     view = _LocalView()
     wrap_step(optimizer, view.step, caller="local_view")
     optimizer.__dict__[_VIEW] = view
+    optimizer.register_state_dict_pre_hook(_check_states)
     return optimizer
+
+
+def _check_states(optimizer: Optimizer) -> None:
+    """Raise StateError if a plain state with dims differs between ranks. Collective if the optimizer has such states.
+
+    Such a state, as a scale of each row, is of the shard, but nothing marks it: a checkpoint would take it for a replica.
+    """
+    every = logical_parameters(parameter for group in optimizer.param_groups for parameter in group["params"])
+    states = [
+        (f"State '{key}' of parameter '{one.name}'", value)
+        for one in every
+        for key, value in sorted(optimizer.state.get(one.sharded, {}).items(), key=lambda item: str(item[0]))
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim
+    ]
+    if not states:
+        return
+    doing = f"{type(optimizer).__name__}.state_dict()"
+    text = find_difference(states, agreement_of_all(every, f"{doing} with {len(states)} plain states"))
+    if text is not None:
+        raise StateError(
+            f"{doing}: {text}. It belongs to the shard of each rank, and a checkpoint would give all ranks that of one. Use an "
+            "optimizer whose states have the shape of the parameter, or fullshard.whole_view()."
+        )
 
 
 class _LocalView:
@@ -87,6 +119,7 @@ class _LocalView:
         self._plain_params: list[tuple[ShardedParameter, Tensor, nn.Parameter]] = []  # parameter, its shard, plain Parameter
         self._outside_state: Any = None  # during a step: the `optimizer.state` from before it, with DTensors; else None
         self._entry_states: list[dict[str, Any] | None] = []  # by plain Parameter: its local state when `enter` returned
+        self._is_tried = False  # True once parameters of whole shapes were tried
 
     def step(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `step`, that of the optimizer's class, on local shards."""
@@ -108,9 +141,42 @@ class _LocalView:
             kwargs["closure"] = wrapped(kwargs["closure"])
         self.enter(optimizer)
         try:
+            if not self._is_tried and any(plain.grad is not None for _, _, plain in self._plain_params):
+                self._is_tried = True
+                self._try_whole_shapes(optimizer, step)
             return step(*args, **kwargs)
         finally:
             self.leave(optimizer)
+
+    def _try_whole_shapes(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        """Warn if a step of this rank's rows in a tensor of the whole shape gives something else than a step of the rows.
+
+        One parameter of each shape is tried, without its state, from small ones to `_TRIED` elements. All of it is undone.
+        """
+        shapes: dict[tuple[int, ...], tuple[ShardedParameter, nn.Parameter]] = {}
+        for parameter, local, plain in self._plain_params:
+            shape, grad = tuple(parameter.sharding.local_shape), plain.grad
+            if grad is not None and grad.dtype == local.dtype and type(local) is Tensor and 0 < local.numel() < prod(shape):
+                shapes.setdefault(shape, (parameter, plain))
+        elements = 0
+        for shape, (parameter, plain) in sorted(shapes.items(), key=lambda item: prod(item[0])):
+            elements += prod(shape)
+            if elements > _TRIED:
+                return
+            rows = _step_alone(optimizer, step, plain, plain.detach().clone(), plain.grad)
+            weight, grad = plain.detach().new_zeros(shape), plain.detach().new_zeros(shape)
+            parameter.sharding.slice(weight).copy_(plain.detach())
+            parameter.sharding.slice(grad).copy_(plain.grad)  # type: ignore[arg-type]
+            whole = _step_alone(optimizer, step, plain, weight, grad)
+            if rows is None or whole is None:  # it cannot step one parameter alone
+                return
+            if (parameter.sharding.slice(whole) - rows).norm() > _ROUNDING * (rows - plain.detach()).norm():
+                return warn_once(
+                    f"{type(optimizer).__name__} under local_view() steps parameter '{parameter.name}' of shape {shape} "
+                    f"otherwise than its rows on this rank, of shape {tuple(rows.shape)}: it chooses by shape or size, "
+                    "combines elements, or draws random numbers. Inside of the step, shape and size are those of the rows. "
+                    "Set what it chooses by parameter group, or use fullshard.whole_view()."
+                )
 
     def enter(self, optimizer: Optimizer) -> None:
         """Replace the sharded parameters and states of the optimizer by plain ones.
@@ -132,6 +198,7 @@ class _LocalView:
             if plain.requires_grad is not parameter.sharded.requires_grad:
                 plain.requires_grad_(parameter.sharded.requires_grad)
             plain.grad = grad
+            plain.__dict__.update(parameter.user_attributes)
             if state is not None:
                 inside[plain] = dict(state)
         if len(optimizer.state) > len(inside):  # states of parameters that are not sharded, and other entries
@@ -192,6 +259,32 @@ class _LocalView:
 
 def _holds_same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
+
+
+@torch.no_grad()
+def _step_alone(
+    optimizer: Optimizer, step: Callable[..., Any], plain: nn.Parameter, weight: Tensor, grad: Tensor | None
+) -> Tensor | None:
+    """Return `weight` after a step in the place of `plain`, without states and other parameters; None if the step raises."""
+    states, listed = optimizer.state, [group["params"] for group in optimizer.param_groups]
+    before = BeforeStep(optimizer, {}, [])
+    stand_in = nn.Parameter(weight, requires_grad=plain.requires_grad)
+    stand_in.grad = None if grad is None else grad.clone()
+    stand_in.__dict__.update(plain.__dict__)
+    optimizer.state = defaultdict(dict)
+    for group in optimizer.param_groups:
+        group["params"] = [stand_in for one in group["params"] if one is plain]
+    try:
+        with torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []):
+            step()
+    except Exception:
+        return None
+    finally:
+        before.restore()
+        optimizer.state = states
+        for group, members in zip(optimizer.param_groups, listed):
+            group["params"] = members
+    return stand_in.detach()
 
 
 def is_viewed(optimizer: Optimizer) -> bool:

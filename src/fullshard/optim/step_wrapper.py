@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard.errors import StateError
@@ -48,4 +50,58 @@ def refuse_copies(optimizer: Optimizer, what: str) -> None:
     optimizer.__reduce_ex__ = refuse  # type: ignore[assignment, method-assign]
 
 
-__all__ = ["refuse_copies", "wrap_step"]
+class BeforeStep:
+    """What an optimizer had before a step: states, options, plain values and their containers, tensors, unsharded weights."""
+
+    def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
+        self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
+        self._groups = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self._attributes = set(vars(optimizer))
+        self._values = plain_attributes(optimizer)
+        self._containers: list[tuple[Any, Any]] = [
+            (value, copy.deepcopy(value))
+            for key, value in vars(optimizer).items()
+            if key not in ("state", "param_groups") and isinstance(value, (dict, list, set)) and _is_plain(value)
+        ]
+        tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
+        self._tensors = [(one, one.detach().clone()) for one in (*plain, *tensors)]
+
+    def restore(self) -> dict[Any, Any]:
+        """Restore everything except the states, and return these."""
+        for group, before in zip(self._optimizer.param_groups, self._groups):
+            for key in [key for key in group if key not in before and key != "params"]:
+                del group[key]
+            for key, value in before.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)  # the caller may hold this tensor
+                else:
+                    group[key] = value
+        attributes = vars(self._optimizer)
+        for key in attributes.keys() - self._attributes:  # such as one that says that the first step was made
+            del attributes[key]
+        attributes.update(self._values)
+        for container, copied in self._containers:  # in place, since others may refer to it
+            container.clear()
+            container.extend(copied) if isinstance(container, list) else container.update(copied)
+        for tensor, values in self._tensors:
+            tensor.detach().copy_(values)
+        return dict(zip(self._keys, self._states))
+
+
+def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the plain values among the optimizer's attributes, such as counters."""
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str, type(None)))}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for numbers and texts, and for containers of them."""
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(held) for key, held in value.items())
+    if isinstance(value, (list, set, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+__all__ = ["BeforeStep", "plain_attributes", "refuse_copies", "wrap_step"]

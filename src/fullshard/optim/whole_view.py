@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -27,7 +26,7 @@ from fullshard.optim.muon import is_muon, set_splits
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost
 from fullshard.optim.pieces import Piece, Split, Splits, current, is_same, pieces_of
-from fullshard.optim.step_wrapper import refuse_copies, wrap_step
+from fullshard.optim.step_wrapper import BeforeStep, plain_attributes, refuse_copies, wrap_step
 
 # Tolerance for the step of one parameter alone, relative to its norm: kernels over several tensors may round otherwise.
 _TOLERANCE = 1e-2
@@ -51,7 +50,8 @@ def whole_view(
     of the distance does, or as a parameter steps otherwise alone than with others, as with clipping by the norm of all
     gradients. To find that, the steps 1, 2, 4, 8 and so on first step one parameter of each rank alone, undo that, and compare.
 
-    Outside of the step, `param_groups` hold the sharded parameters as before, so clipping, GradScaler and schedulers work
+    Inside of the step, the plain Parameters have the attributes of the sharded ones. Outside of it, `param_groups` hold the
+    sharded parameters as before, so clipping, GradScaler and schedulers work
     unchanged. `state_dict()` has the states of the own parameters on each rank. torch.distributed.checkpoint saves them all,
     under names that do not depend on the owner, and loads them with another number of ranks, into an optimizer that has
     stepped once.
@@ -359,7 +359,7 @@ class _WholeView:
     ) -> Iterator[None]:
         """A block in which the optimizer has the whole parameters of this rank in the place of the sharded ones.
 
-        If the block raises, `_Before` restores what was before, if the optimizer is restorable or this is a trial.
+        If the block raises, `BeforeStep` restores what was before, if the optimizer is restorable or this is a trial.
         """
         outside, groups = optimizer.state, optimizer.param_groups
         sharded = {id(parameter.sharded) for parameter in self._logical}
@@ -370,11 +370,12 @@ class _WholeView:
             plain = self._plain.setdefault(id(piece), nn.Parameter(weight.new_empty(0)))
             plain.data, plain.grad = weight, grad
             plain.requires_grad_(piece.parameter.sharded.requires_grad)
+            plain.__dict__.update(piece.parameter.user_attributes)
             by_parameter.setdefault(id(piece.parameter.sharded), []).append(plain)
             if state := _state_of(outside, piece):
                 inside[plain] = state
         others = [one for listed in self._members for one in listed if id(one) not in sharded and one.grad is not None]
-        before = _Before(optimizer, inside, others) if self._restorable or is_trial else None
+        before = BeforeStep(optimizer, inside, others) if self._restorable or is_trial else None
         names = [group.get("param_names") for group in groups]
         for group, members, listed in zip(groups, self._members, names):
             named = [*zip(members, listed or repeat(None))]
@@ -444,46 +445,6 @@ class _Alone:
         """Return True if the parameter changed as much in the step with all others."""
         change = plain[id(self.piece)].detach() - self.before
         return not (self.change - change).norm() > _TOLERANCE * change.norm()  # True also for NaN
-
-
-class _Before:
-    """What an optimizer had before a step: states, options, plain values and their containers, tensors, unsharded weights."""
-
-    def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
-        self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
-        self._groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-        self._attributes = set(vars(optimizer))
-        self._values = _plain_attributes(optimizer)
-        self._containers: list[tuple[Any, Any]] = [
-            (value, copy.deepcopy(value))
-            for key, value in vars(optimizer).items()
-            if key not in ("state", "param_groups") and isinstance(value, (dict, list, set)) and _is_plain(value)
-        ]
-        tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
-        self._tensors = [(one, one.detach().clone()) for one in (*plain, *tensors)]
-
-    def restore(self) -> dict[Any, Any]:
-        """Restore everything except the states, and return these."""
-        for group, before in zip(self._optimizer.param_groups, self._groups):
-            for key in [key for key in group if key not in before and key != "params"]:
-                del group[key]
-            for key, value in before.items():
-                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)  # the caller may hold this tensor
-                else:
-                    group[key] = value
-        attributes = vars(self._optimizer)
-        for key in attributes.keys() - self._attributes:  # such as one that says that the first step was made
-            del attributes[key]
-        attributes.update(self._values)
-        for container, copied in self._containers:  # in place, since others may refer to it
-            container.clear()
-            container.extend(copied) if isinstance(container, list) else container.update(copied)
-        for tensor, values in self._tensors:
-            tensor.detach().copy_(values)
-        return dict(zip(self._keys, self._states))
 
 
 # --- messages ---
@@ -556,23 +517,9 @@ def _is_of_another_split(states: Any, piece: Piece) -> bool:
 # --- options, and the closure ---
 
 
-def _plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the plain values among the optimizer's attributes, such as counters."""
-    return {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str, type(None)))}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return True for numbers and texts, and for containers of them."""
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(held) for key, held in value.items())
-    if isinstance(value, (list, set, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
 def _plain_values(optimizer: Optimizer) -> dict[Any, Any]:
     """Return the plain values of options and attributes. Their changes in a step must be equal on all ranks."""
-    found: dict[Any, Any] = dict(sorted(_plain_attributes(optimizer).items()))
+    found: dict[Any, Any] = dict(sorted(plain_attributes(optimizer).items()))
     for index, group in enumerate(optimizer.param_groups):
         plain = (key for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple)))
         found.update(((index, key), group[key]) for key in sorted(plain))
