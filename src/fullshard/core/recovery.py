@@ -73,7 +73,6 @@ class Recovery:
         self._runtime.scheduler.reset_orders()
         for unit in self._runtime.all_units():
             self._runtime.reducer.discard(unit)
-            unit.progress.forget_calls()
 
     def abort_in_progress(self) -> None:
         """Abort a forward or backward that failed half way, and free its memory."""

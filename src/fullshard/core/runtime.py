@@ -69,7 +69,6 @@ class Runtime:
         joined: forward calls that this rank joined without computing.
         recovery: cleans up after exceptions and interrupts.
         trace: units that the outermost forward entered (True) and left so far, for `join()`.
-        outermost_forwards: number of outermost forwards so far.
         raised_in: the innermost forward that an exception propagated out of, and the text of the exception.
     """
 
@@ -97,7 +96,6 @@ class Runtime:
         self.joined = JoinedCalls(self.scheduler)
         self.recovery = Recovery(self)
         self.trace: list[tuple[int, bool]] = []
-        self.outermost_forwards = 0
         self.raised_in: tuple[str, str] | None = None
 
         # Units by number. Another thread may delete a unit in the middle of an event, so its number waits in
@@ -243,7 +241,6 @@ class Runtime:
 
     def begin_outermost_forward(self, unit: Unit, module: nn.Module) -> None:
         """Prepare a step at the beginning of an outermost forward."""
-        self.outermost_forwards += 1
         self.raised_in = None
         restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
         self.forget_deleted()

@@ -251,7 +251,7 @@ class Unit:
     def _ends_list(self, module: nn.Module) -> bool:
         """Count this module's forward. Return True if it is the last one of a unit of several modules."""
         # Without a unit around it nothing else would end it, so each module is a forward of its own.
-        done = self.progress.is_list_done(module, self.runtime.outermost_forwards) and not self.progress.runs_around(module)
+        done = self.progress.is_list_done(module) and not self.progress.runs_around(module)
         return done or self.runtime.scheduler.outermost() == self.record.number
 
     def _report_exception(self) -> None:

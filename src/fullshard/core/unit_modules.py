@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
@@ -88,34 +87,6 @@ class UnitModules:
         return handles
 
 
-@dataclass(slots=True)
-class CallsPerRun:
-    """Calls of a unit of several modules in this outermost forward and in the previous one.
-
-    Attributes:
-        run: number of the outermost forward.
-        now: calls in it so far.
-        before: calls in the previous one.
-
-    >>> calls = CallsPerRun()
-    >>> [calls.is_last(1), calls.is_last(1), calls.is_last(1)]
-    [True, True, True]
-    >>> [calls.is_last(2), calls.is_last(2), calls.is_last(2)]
-    [False, False, True]
-    """
-
-    run: int = -1
-    now: int = 0
-    before: int = 0
-
-    def is_last(self, run: int) -> bool:
-        """Count a call in `run`. Return True if the previous run had no more calls than this one so far."""
-        if run != self.run:
-            self.run, self.now, self.before = run, 0, self.now
-        self.now += 1
-        return self.now >= self.before
-
-
 class ForwardStart(NamedTuple):
     """The start of the forward of one module."""
 
@@ -138,12 +109,11 @@ class ForwardProgress:
         last_order: units that the last forward entered (True) and left, this one included; empty before the first forward.
     """
 
-    __slots__ = ("_calls", "_remaining", "_stack", "last_order", "methods", "moves_inputs", "output_has_graph")
+    __slots__ = ("_remaining", "_stack", "last_order", "methods", "moves_inputs", "output_has_graph")
 
     def __init__(self) -> None:
         self._stack: list[ForwardStart] = []  # running forwards, outermost first
         self._remaining: set[int] = set()  # ids of the modules of a list that have not run yet
-        self._calls = CallsPerRun()
         self.methods = 0
         self.moves_inputs = False
         self.output_has_graph: bool | None = None
@@ -177,21 +147,16 @@ class ForwardProgress:
         return any(began.module != id(module) for began in self._stack)
 
     def begin_list(self, modules: Iterable[object]) -> None:
-        """Record that the first module of a list begins its forward. The unit's forward ends when every module has run."""
+        """Record that the first module of a list begins its forward.
+
+        The unit's forward ends when every module has run, or with the outermost forward.
+        """
         self._remaining = {id(module) for module in modules}
 
-    def is_list_done(self, module: object, run: int) -> bool:
-        """Record that a module of a list ended its forward, and return True if that ends the unit's forward.
-
-        A module may be called several times, once per chunk for example. Then the unit's forward has as many calls as in the
-        previous run.
-
-        Args:
-            module: the module.
-            run: number of the outermost forward.
-        """
+    def is_list_done(self, module: object) -> bool:
+        """Record that a module of a list ended its forward, and return True if every module has run."""
         self._remaining.discard(id(module))
-        return self._calls.is_last(run) and not self._remaining
+        return not self._remaining
 
     @contextmanager
     def in_method(self) -> Iterator[None]:
@@ -205,10 +170,6 @@ class ForwardProgress:
     def clear(self) -> None:
         """Remove all running forwards, after an interrupt or an exception."""
         self._stack.clear()
-
-    def forget_calls(self) -> None:
-        """Reset the counts of calls, as if no module had run yet."""
-        self._calls = CallsPerRun()
 
 
 # --- the unit of a module ---
@@ -274,7 +235,6 @@ def own_modules(root: nn.Module) -> Iterator[nn.Module]:
 
 
 __all__ = [
-    "CallsPerRun",
     "ForwardProgress",
     "ForwardStart",
     "UnitModules",

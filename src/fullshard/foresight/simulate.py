@@ -233,7 +233,6 @@ class _Simulator:
         self._grads: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
         self._sync = True  # False if this backward accumulates gradients without reduction
         self._last = True  # True in the last microbatch of a step
-        self._outermost_forwards = 0  # number of outermost forwards so far
         self._has_states = False  # True once the optimizer's states are allocated
         for number, (unit, entries) in enumerate(plan.held()):
             self._add_unit(number, unit, entries)
@@ -364,7 +363,6 @@ class _Simulator:
             self._execute(scheduler.before_recompute(number))
         elif not (unit.is_list and scheduler.is_running(number)):
             if not scheduler.running:
-                self._outermost_forwards += 1
                 self._execute(scheduler.drop_stale(number for number, unit in self._units.items() if unit.stale))
             self._execute(scheduler.before_forward(number))
             if unit.is_list:
@@ -380,7 +378,7 @@ class _Simulator:
         if unit.is_list:
             # As `Unit.post_forward`: the forward of a unit of several modules goes on until its last module ends, unless
             # no unit is around it.
-            done = progress.is_list_done(module, self._outermost_forwards) and not progress.runs_around(module)
+            done = progress.is_list_done(module) and not progress.runs_around(module)
             if not done and self.scheduler.outermost() != number:
                 progress.end(module)
                 return self.scheduler.partial_end(number)
