@@ -28,10 +28,18 @@ def check_int(name: str, value: object, *, least: int = 1, otherwise: str = "") 
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Return `value`, or raise ValueError unless it is a bool; "no", None and 1 are none. `name`: name of the parameter."""
-    if not isinstance(value, bool):
+    """Return the truth of a bool, a number, or an array or tensor of one element; raise ValueError for None, "no" and the like.
+
+    name: name of the parameter.
+    """
+    item = getattr(value, "item", None)  # of numpy's scalars, arrays and tensors
+    try:
+        number = value if item is None else item()
+    except (RuntimeError, ValueError):  # of several elements
+        number = None
+    if not isinstance(number, (bool, int, float)):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
-    return value
+    return bool(number)
 
 
 def printable(text: str) -> str:

@@ -261,7 +261,8 @@ class MixedPrecisionPolicy:
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True, metadata=_ONLY_HERE)
 
     def __post_init__(self) -> None:
-        check_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        casts = check_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        object.__setattr__(self, "cast_forward_inputs", casts)
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
             raise ValueError(f"MixedPrecisionPolicy.param_dtype_override_fn must be callable or None, got {override!r}.")
@@ -425,7 +426,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        check_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
+        object.__setattr__(self, "pin_memory", check_bool("CPUOffloadPolicy.pin_memory", self.pin_memory))
 
 
 DIRECT_MIN_BYTES = 256 << 10
@@ -541,7 +542,7 @@ class CheckPolicy:
         if unknown:
             raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}.")
         for name in ("heartbeat", "poison"):
-            check_bool(f"CheckPolicy.{name}", getattr(self, name))
+            object.__setattr__(self, name, check_bool(f"CheckPolicy.{name}", getattr(self, name)))
         check_int("CheckPolicy.every", self.every)
         if not (_is_number(self.patience) and self.patience >= 0):
             raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}.")

@@ -1707,7 +1707,7 @@ MISTAKEN = {
     "a lane": (lambda m: fully_shard(nn.Linear(2, 2), mesh=m, comm_policy=CommPolicy(lanes=lambda d: None)), "return a Lane"),
     "lanes": (lambda m: CommPolicy(lanes=3), "CommPolicy.lanes must be callable or None, got 3"),
     "heartbeat": (lambda m: CheckPolicy(heartbeat="no"), "CheckPolicy.heartbeat must be True or False, got 'no'"),
-    "casts": (lambda m: fullshard.MixedPrecisionPolicy(cast_forward_inputs=2), "cast_forward_inputs must be True or False"),
+    "casts": (lambda m: fullshard.MixedPrecisionPolicy(cast_forward_inputs="no"), "cast_forward_inputs must be True or False"),
     "pins": (lambda m: fullshard.CPUOffloadPolicy(pin_memory="x"), "CPUOffloadPolicy.pin_memory must be True or False"),
     "pieces": (lambda m: fullshard.Pieces(2, dim="0"), "Pieces.dim must be an int, got '0'"),
     "dims": (lambda m: fullshard.DataParallelMeshDims(shard=1), "shard= of DataParallelMeshDims must be a name"),

@@ -139,8 +139,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     It has the methods of torch's FSDPModule, and is a subclass of it for `isinstance`. With `recurse=True` a setter applies
     to all units at and below the module, with `recurse=False` to this unit only; the defaults are those of FSDP2. Setters
-    may be called at any time between steps. Boolean arguments must be True or False: any other value (1, None, "no") raises
-    ValueError.
+    may be called at any time between steps. Flags are bools, numbers, or tensors of one element; anything else (None, "no")
+    raises ValueError.
 
     Source: `torch.distributed.fsdp.FSDPModule`.
     """
@@ -162,9 +162,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         Returns:
             With `async_op=True` a handle whose `wait()` registers the unsharded parameters, else None.
-
-        Raises:
-            ValueError: if `async_op` is neither True nor False.
 
         Example:
             >>> handle = model.blocks[1].unshard(async_op=True)                                   # doctest: +SKIP
@@ -221,9 +218,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         Args:
             is_last_backward: False for all microbatches except the last.
-
-        Raises:
-            ValueError: if it is neither True nor False.
         """
         last = check_bool("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
@@ -240,7 +234,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             enabled: True enables manual mode; False finalizes at the end of each backward again.
 
         Raises:
-            ValueError: if it is neither True nor False.
             StateError: if the mode changes inside a backward, or before all gradients of earlier backwards are in `.grad`.
 
         Example:
@@ -270,7 +263,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             `wait()`.
 
         Raises:
-            ValueError: if `async_op` is neither True nor False.
             StateError: without `set_manual_backward_finalization(True)`, inside a forward or backward, before the `wait()` of
                 the last call, with `set_requires_all_reduce(False)` in effect, or if the ranks diverged.
         """
@@ -295,9 +287,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Args:
             keep: True keeps the storage; False frees it at the next reshard.
             recurse: True applies to all units at and below this module, False to this unit only.
-
-        Raises:
-            ValueError: if an argument is neither True nor False.
         """
         kept = check_bool("keep", keep)
         for unit in units_of(self, check_bool("recurse", recurse)):
@@ -313,9 +302,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Args:
             requires_gradient_sync: True reduces gradients; False accumulates them on each rank.
             recurse: True applies to all units at and below this module, False to this unit only.
-
-        Raises:
-            ValueError: if an argument is neither True nor False.
         """
         sync = check_bool("requires_gradient_sync", requires_gradient_sync)
         for unit in units_of(self, check_bool("recurse", recurse)):
@@ -359,9 +345,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Args:
             reshard_after_backward: False keeps the unsharded parameters, for steps of several microbatches.
             recurse: True applies to all units at and below this module, False to this unit only.
-
-        Raises:
-            ValueError: if an argument is neither True nor False.
         """
         keep = not check_bool("reshard_after_backward", reshard_after_backward)
         for unit in units_of(self, check_bool("recurse", recurse)):
@@ -378,8 +361,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: if `states` is no StateSharding or shards the optimizer's states over other mesh dims than before, or
-                if `recurse` is neither True nor False.
+            ValueError: if `states` is no StateSharding or shards the optimizer's states over other mesh dims than before.
             StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
 
         Example:
@@ -406,9 +388,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Args:
             requires_all_reduce: False defers the all-reduce over replicas to a later backward.
             recurse: True applies to all units at and below this module, False to this unit only.
-
-        Raises:
-            ValueError: if an argument is neither True nor False.
         """
         reduces = check_bool("requires_all_reduce", requires_all_reduce)
         for unit in units_of(self, check_bool("recurse", recurse)):
@@ -439,7 +418,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             enable: True never averages in the backend.
 
         Raises:
-            ValueError: if it is neither True nor False.
             StateError: while gradients are reduced, but not in `.grad` yet.
         """
         unit = require_unit(self)
@@ -455,7 +433,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             recurse: True or False. It has no effect.
 
         Raises:
-            ValueError: if an argument is neither True nor False.
             StateError: if there is no unit at or below this module.
         """
         any_unit(self)
@@ -485,7 +462,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: if an argument is neither True nor False.
             StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
         """
         separate, doing = check_bool("enable", enable), "set_separate_reduce_scatter_group()"
@@ -567,9 +543,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         Args:
             unshard_in_backward: False skips the all-gather before backward.
-
-        Raises:
-            ValueError: if it is neither True nor False.
         """
         require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
 
