@@ -232,21 +232,22 @@ def build(program: Program, mesh: Any) -> tuple[Node, Node]:
 
 
 def shard(node: Node, mesh: Any, program: Program, unit: bool) -> None:
-    """Units bottom-up. Those that a parameter ties become one, so then all have one option."""
+    """Units bottom-up. One that shares a parameter with a unit beside it is refused, and stays part of the unit around both."""
     paired = node.part.paired and len(node.parts) > 1
     for index, inner in enumerate(node.parts):
         shard(inner, mesh, program, inner.part.unit and not (paired and index < 2))
-    part = program.root if program.tie is not None else node.part
     options: Any = {
         "mesh": mesh,
-        "reshard_after_forward": part.reshard,
-        "states": HFSDP if program.hops else PRESETS[part.level],
+        "reshard_after_forward": node.part.reshard,
+        "states": HFSDP if program.hops else PRESETS[node.part.level],
         "check_policy": CheckPolicy(patience=0.1),
     }
-    if paired:
-        fully_shard([node.parts[0], node.parts[1]], **options)
-    if unit:
-        fully_shard(node, **options)
+    for modules in ([[*node.parts[:2]]] if paired else []) + ([node] if unit else []):
+        try:
+            fully_shard(modules, **options)
+        except ValueError as refusal:
+            if "modules that share a parameter" not in str(refusal):
+                raise
 
 
 # --- what is right ---

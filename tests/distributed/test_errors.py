@@ -128,16 +128,18 @@ def test_what_fully_shard_refuses(world: World) -> None:
 
 @pytest.mark.proves("7a")
 @ranks(2)
-def test_a_tie_between_units_of_different_options_is_refused_by_name(world: World) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    fully_shard(model[0], mesh=world.mesh)
-    refused(
-        "Parameter 'weight' is tied to 'weight' of unit 'Linear', so both units must become one, but their options differ. Shard their modules in one call, fully_shard([a, b]).",
-        model[1],
-        mesh=world.mesh,
-        reshard_after_forward=False,
-    )
+def test_a_tie_between_units_that_are_not_nested_is_refused_by_name(world: World) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    fully_shard(model["embed"], mesh=world.mesh)
+    weight = model["embed"].weight
+    with pytest.raises(
+        ValueError, match=r"'weight' of 'Linear', .* tied to 'weight' of unit 'Embedding'.*fully_shard\(\[a, b\]\)"
+    ):
+        fully_shard(model["head"], mesh=world.mesh)
+    assert model["embed"].weight is weight
+    assert type(model["head"]) is nn.Linear
+    model["embed"](torch.tensor([1])).sum().backward()
 
 
 @ranks(2)

@@ -897,7 +897,7 @@ def words(step: int) -> Tensor:
 
 
 @pytest.mark.proves("7a")
-@pytest.mark.parametrize("how", ["both", "embed", "head", "list", "neither", "top-down"])
+@pytest.mark.parametrize("how", ["embed", "head", "list", "neither", "top-down"])
 @ranks(1, 2, 3)
 @pytest.mark.filterwarnings("ignore:parameter")
 def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: str) -> None:
@@ -905,10 +905,10 @@ def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: 
         mesh = {"mesh": world.mesh}
         if how == "top-down":
             fully_shard(m, **mesh)
-        if how in ("both", "embed"):
+        if how == "embed":
             fully_shard(m.embed, **mesh)
         fully_shard(m.body, **mesh)
-        if how in ("both", "head"):
+        if how == "head":
             fully_shard(m.head, **mesh)
         if how == "list":
             fully_shard([m.embed, m.head], **mesh)
@@ -922,16 +922,6 @@ def test_a_tie_has_one_owner_however_its_modules_are_sharded(world: World, how: 
     reduced = sum(m.nbytes for m in messages if m.kind == "reduce_scatter") // 4
     padded = -(-11 // world.size) * world.size * 6
     assert padded <= reduced < 2 * padded, "the tied weight travels once"
-
-
-@pytest.mark.proves("7a")
-@ranks(2)
-def test_ties_are_said(world: World) -> None:
-    model = Decoder()
-    fully_shard(model.embed, mesh=world.mesh)
-    with pytest.warns(UserWarning, match=r"'weight' is tied to 'weight' of unit 'Embedding': both units are one now"):
-        fully_shard(model.head, mesh=world.mesh)
-    assert model.embed._fullshard_unit is model.head._fullshard_unit
 
 
 class Chunked(nn.Module):

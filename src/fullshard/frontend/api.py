@@ -32,7 +32,7 @@ from fullshard.core.unit_options import UnitOptions
 from fullshard.core.value_sync import SYNCS, InitialValues, broadcast, find_partly_on_meta, initial_values
 from fullshard.errors import warn_once
 from fullshard.frontend.fsdp2_state import UnitView, view_of
-from fullshard.frontend.module import parse_reshard_after_forward, plain_class, sharded_class
+from fullshard.frontend.module import parse_reshard_after_forward, sharded_class
 from fullshard.optim import optimizer_hooks
 from fullshard.policies import (
     ZERO3,
@@ -78,9 +78,9 @@ def fully_shard(  # type: ignore[misc]
     while this one computes, and free the unsharded parameters afterwards. Backward reduce-scatters the gradients and sets
     `.grad` to DTensors, averaged over the mesh.
 
-    A tied parameter that belongs to another unit already keeps one owner: the unit around both modules. If there is no
-    such unit, both units become one, as with `fully_shard([a, b])`. A warning names the parameter. If calls are made
-    top-down, an inner module takes its parameters from the unit around it.
+    A tied parameter that belongs to another unit already keeps one owner, the unit around both modules. Modules that share a
+    parameter, neither around the other, form one unit: `fully_shard([a, b])`. If calls are made top-down, an inner module
+    takes its parameters from the unit around it.
 
     Args:
         module: a module with a forward, or a list of modules that form one unit. The parameters of a list are unsharded
@@ -120,7 +120,7 @@ def fully_shard(  # type: ignore[misc]
 
     Raises:
         ValueError: for a container without forward, a module that was sharded already, a parameter on another device type,
-            a tie between units with different options, a mesh of more than two dims, an impossible placement, or an option of
+            a tie between units that are not nested, a mesh of more than two dims, an impossible placement, or an option of
             the wrong type. The error names the module or parameter, and is raised before a module or parameter has changed.
 
     Example:
@@ -191,8 +191,7 @@ def _shard(
         new = [
             ShardedParameter(ref, how, keeps_dtype=keeps) for ref, how, keeps in zip(refs, found.shardings, found.keep_dtype)
         ]
-        taken, merged = found.ties.take(plain_class)  # parameters and modules of other units that become part of this one
-        unit = make_unit(roots_of([*merged, *modules]), [*taken, *new], axis, options)
+        unit = make_unit(modules, [*found.ties.take(), *new], axis, options)
         for parameter, ref in zip(new, refs):
             replace_with_sharded(parameter, ref.parameter)
         found.ties.install()
@@ -316,7 +315,7 @@ def _inspect(
     """
     axis, options = arguments.axis, arguments.options
     managed = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
-    ties = find_ties(modules, managed, options)
+    ties = find_ties(modules, managed)
     refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
     _check_parameters(refs, axis)
     _check_buffers(managed, axis)

@@ -12,13 +12,11 @@ from fullshard.core import (
     ParamRef,
     ShardedParameter,
     Unit,
-    UnitOptions,
     logical_parameters,
     owner_of,
     replacement_of,
 )
 from fullshard.errors import warn_once
-from fullshard.state.class_swap import ClassMap, remove_unit
 
 
 @dataclass(eq=False)
@@ -29,8 +27,6 @@ class Ties:
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
     # Parameters that stay with the unit around the new one, which is unsharded whenever the new one runs.
     left: list[ShardedParameter] = field(default_factory=list)
-    # Units to dissolve: the new unit takes all their modules and parameters.
-    merged: list[Unit] = field(default_factory=list)
     # Tied parameters of the new unit's modules, each with the sharded parameter it is tied to.
     _refs: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
 
@@ -42,20 +38,11 @@ class Ties:
         """Return True if another unit owns `ref` already."""
         return any(ref is known for known, _ in self._refs)
 
-    def take(self, unwrap_class: ClassMap) -> tuple[list[ShardedParameter], list[nn.Module]]:
-        """Remove parameters and units from their owners, and return the (parameters, modules) to add to the new unit."""
-        parameters: list[ShardedParameter] = []
-        modules: list[nn.Module] = []
-        for unit in self.merged:
-            modules += unit.modules
-            parameters += unit.parameters
-            unit.transfer_params(unit.parameters)
-            remove_unit(unit, unwrap_class)
+    def take(self) -> list[ShardedParameter]:
+        """Remove parameters from their owners, and return them."""
         for unit in dict.fromkeys(unit for _, unit in self.taken):
-            gone = [parameter for parameter, owner in self.taken if owner is unit]
-            parameters += gone
-            unit.transfer_params(gone)
-        return parameters, modules
+            unit.transfer_params([parameter for parameter, owner in self.taken if owner is unit])
+        return [parameter for parameter, _ in self.taken]
 
     def install(self) -> None:
         """Register the one sharded parameter in all its slots."""
@@ -63,10 +50,10 @@ class Ties:
             parameter.install_in(ref.slots)
 
 
-def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors, options: UnitOptions) -> Ties:
+def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
     """Return the plan for parameters in `managed` that other units own.
 
-    Raises ValueError or StateError for a tie that cannot be resolved.
+    Raises ValueError if neither the new unit nor the owner is around the other, StateError inside a step of the owner.
     """
     ties = Ties()
     inside = {id(inner) for module in modules for inner in module.modules()}
@@ -91,19 +78,13 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors, options: Un
                 ties.taken.append((parameter, owner))  # calls made top-down: the inner module takes its parameters
             else:
                 ties.left.append(parameter)
-        elif owner not in ties.merged:
-            if owner.options != options:
-                raise ValueError(
-                    f"Parameter '{ref.name}' is tied to '{parameter.name}' of unit '{owner.name}', so both units must become "
-                    "one, but their options differ. Shard their modules in one call, fully_shard([a, b])."
-                )
-            ties.merged.append(owner)
-            warn_once(
-                f"Parameter '{ref.name}' is tied to '{parameter.name}' of unit '{owner.name}': both units are one now, as with "
-                "fully_shard([a, b])."
+        else:
+            new = ", ".join(type(module).__name__ for module in modules)
+            raise ValueError(
+                f"Expected modules that share a parameter in one unit, got '{ref.name}' of '{new}', which is tied to "
+                f"'{parameter.name}' of unit '{owner.name}'. Shard these modules in one call, fully_shard([a, b]), or only a "
+                "module around them."
             )
-    merged = {id(unit) for unit in ties.merged}
-    ties.taken = [(parameter, unit) for parameter, unit in ties.taken if id(unit) not in merged]
     return ties
 
 
