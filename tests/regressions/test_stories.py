@@ -1567,30 +1567,6 @@ def test_gradients_as_values_leave_other_gradients_alone_without_a_heartbeat(wor
 
 
 @ranks(1, 2)
-def test_a_write_in_forward_to_a_parameter_that_gathers_itself_is_refused(world: World) -> None:
-    """It was lost silently."""
-
-    class Writes(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.add_(1.0)
-            return super().forward(x)
-
-    model = Writes(5, 4, bias=False)
-    shard = fully_shard(model, mesh=world.mesh).weight._local_tensor
-    shard.fsdp_pre_all_gather = lambda mesh: ((model.weight._local_tensor,), None)
-    shard.fsdp_post_all_gather = lambda outs, metadata, dtype, *, out=None: None if out is not None else (outs[0], outs)
-    for writes in (False, True):
-        with mock.patch.object(Writes, "forward", Writes.forward if writes else nn.Linear.forward):
-            for _ in range(2):
-                if writes:
-                    with pytest.raises(StateError, match="Parameter 'weight' was written in the forward of unit"):
-                        model(batch(0))
-                else:
-                    model(batch(0))
-
-
-@ranks(1, 2)
 def test_no_closure_given_by_position_is_no_closure(world: World) -> None:
     """`step(None)` counted as one with a closure: it recorded writes to parameters without gradients."""
     model = shard_stack(Stack(), world.mesh)
