@@ -26,7 +26,7 @@ def main() -> None:
     choice = matrices_of(model)  # by role: not the embedding, the output layer, norms and biases
     optimizers = [torch.optim.Muon(choice.matrices, lr=0.02), torch.optim.AdamW(choice.rest, lr=3e-3)]
     if dist.get_rank() == 0:
-        print(f"{len(choice.matrices)} matrices for Muon, {len(choice.rest)} other parameters for AdamW")  # print(choice) lists them
+        print(f"{len(choice.matrices)} matrices for Muon, {len(choice.rest)} other parameters for AdamW")
         print(plan_owners(((str(number), matrix) for number, matrix in enumerate(choice.matrices)), dist.get_world_size()))
 
     data = torch.Generator(device).manual_seed(dist.get_rank())  # different data on each rank

@@ -57,7 +57,7 @@ def test_the_loss_goes_down(name: str, ranks: int) -> None:
         "bottom_up": r"99,968 of 199,936 elements on this rank; \d+ messages",
         "tensor_parallel": r"a weight has \(.*Shard\(dim=0\)\) and \(32, 32\) here",
         "mixed_precision": "computed in torch.bfloat16, stored in torch.float32",
-        "muon": r"matrices: 12 parameters\n(.*\n)*rest: 27 parameters\n(.*\n)*12 matrices on 2 ranks, 5 to 7 each",
+        "muon": r"12 matrices for Muon, 27 other parameters for AdamW\n12 matrices on 2 ranks, 5 to 7 each",
         "experts": r"rank 1: .*; its tokens went to the experts \[[0-3, ]+\]",
     }
     assert re.search(told[name], out), out
