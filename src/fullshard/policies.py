@@ -50,15 +50,13 @@ class Dtypes:
     differs). The code that reads them, and the predictions, do not change. All fields are part of each group's fingerprint, so
     ranks that disagree raise an error.
 
-    With a `reduce_dtype` of None, `ParamGroup` may replace `reduce` by a wider dtype later: that of the gradients of one
-    backward, before kept ones are added. A dtype that follows it is a property, as `kept` is.
     """
 
     storage: torch.dtype  # of the shards
     compute: torch.dtype  # of the unsharded parameters
     reduce: torch.dtype  # of gradient reductions
     grad: torch.dtype | None  # of `.grad`; None keeps the dtype of the reduction
-    accumulate: torch.dtype | None = None  # of kept gradients; None follows `reduce`, also when it is widened
+    accumulate: torch.dtype | None = None  # of kept gradients; None follows `reduce`
 
     @property
     def casts_gradients(self) -> bool:

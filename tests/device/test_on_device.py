@@ -498,7 +498,7 @@ def test_a_recorded_model_is_freed_when_it_goes(world: World) -> None:
 # --- what holds the host ---
 
 
-def held(world: World, model: nn.Module) -> list[str]:
+def held(world: World, model: nn.Module, *, microbatches: int = 1, keep_grads: bool = False) -> list[str]:
     """What the host waits for in two steps of training that have no end yet, each with the functions that wait."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
     inputs = [world.mine(batch(step)).to("sim") for step in range(5)]
@@ -512,27 +512,50 @@ def held(world: World, model: nn.Module) -> list[str]:
         if index == 3:  # memory is kept, and states of the optimizer are there
             torch.accelerator.synchronize()
             world.device.on_wait(note)
-        square(model(given)).backward()
+        for micro in range(microbatches):
+            model.set_requires_gradient_sync(micro == microbatches - 1)
+            square(model(given)).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not keep_grads)
     world.device.on_wait(None)
     torch.accelerator.synchronize()
-    return found
+    return [one for one in found if "over already" not in one]  # what is over was asked for before: it takes no time
 
 
 @pytest.mark.parametrize("how", LATE[:4])
-@pytest.mark.parametrize("name", ["plain", "mixed precision", "offload"])
+@pytest.mark.parametrize("name", ["plain", "mixed precision", "offload", "accumulation"])
 @ranks(2, device="sim")
 def test_a_step_holds_the_host_only_for_what_the_host_reads(world: World, name: str, how: str) -> None:
     """Gradients of offloaded shards, as the backward ends or the optimizer steps. Otherwise the host goes on, up to one step ahead:
     of a device that is further behind it waits for the heartbeat of the step before.
     """
     with late(world, how):
-        waits = held(world, sharded(world.mesh, **PROGRAMS[name][0]))
-    longer = [one for one in waits if "over already" not in one]  # what is over was asked for before: it takes no time
+        longer = held(world, sharded(world.mesh, **PROGRAMS[name][0]), **PROGRAMS[name][1])
     allowed = ["heartbeat.py:read_later"]
     allowed += ["reducer.py:collect", "requests.py:check_step"] if name == "offload" else []
     assert all(any(place in one for place in allowed) for one in longer), longer
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@ranks(2, device="sim")
+def test_a_parameter_that_this_rank_leaves_unused_holds_the_host_only_if_it_may_have_to_stay_without_grad(
+    world: World, keep_grads: bool
+) -> None:
+    class Uneven(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.extra(super().forward(x)) if world.rank else super().forward(x)
+
+    model = Uneven()
+    for block in model.blocks:
+        fully_shard(block, mesh=world.mesh)
+    waits = held(world, fully_shard(model, mesh=world.mesh), keep_grads=keep_grads)
+    longer = [one for one in waits if "heartbeat.py:read_later" not in one]
+    assert all("reducer.py:_decide" in one for one in longer), longer
+    assert bool(longer) is (world.rank == 0 and not keep_grads), longer
 
 
 # --- that it would find something ---

@@ -121,15 +121,13 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
 IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those that read something wrong raise, and are of no use then
     ("core/heartbeat.py _send (run)", EVENT),
     ("core/heartbeat.py read (block)", HOST),
-    ("core/heartbeat.py read_now (block)", HOST),
     ("core/agreement.py _send (run)", EVENT),
     ("core/agreement.py _send (run)", MESSAGE),
     ("core/agreement.py _send (wait)", EVENT),
-    ("core/reducer.py _send (wait)", EVENT),  # as long as pages of heartbeats are new
+    ("core/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last two the detector finds
     ("core/heartbeat.py read (wait)", EVENT),
-    ("core/heartbeat.py read_now (wait)", EVENT),
     ("core/param_group.py synchronize_host (wait)", EVENT),
     ("core/reducer.py poll (wait)", EVENT),
     ("optim/owner_exchange.py _share (wait)", EVENT),  # the ranks agree behind it, over the same process group

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import expecttest
 import pytest
@@ -13,6 +15,7 @@ from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, batch, full, shard_stack, square
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fullshard
 from fullshard import ZERO2, ZERO3, MixedPrecisionPolicy, StateError, fully_shard
@@ -151,6 +154,99 @@ def test_gradient_penalties(world: World, reshard: bool | None, linear: bool) ->
             optimizer.zero_grad()
     for module in (*sharded.layers, sharded):
         assert module._fullshard_unit.residency.value == "sharded", "the second backward freed them"
+
+
+def kinds(messages: list[fullshard.Message]) -> Counter[str]:
+    return Counter(message.kind for message in messages)
+
+
+@pytest.mark.proves("33a")
+@pytest.mark.parametrize("how", ["grad", "backward", "create_graph"])
+@ranks(2)
+def test_a_backward_that_reaches_inputs_only_sends_no_reduction_and_ends_no_step(world: World, how: str) -> None:
+    """Forces are gradients of an energy by positions. FSDP2 reduces nothing there either."""
+    model = Smooth(linear=False)
+    sharded, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    for module in (*sharded.layers, sharded):
+        fully_shard(module, mesh=world.mesh)
+    for module in (*theirs.layers, theirs):
+        torch_fully_shard(module, mesh=world.mesh)
+    for step in range(2):
+        with sharded.accumulate():
+            square(sharded(world.mine(batch(step)))).backward()
+        x = world.mine(batch(step + 5)).requires_grad_()
+        energy = square(sharded(x))
+        with fullshard.counting(sharded) as messages:
+            if how == "backward":
+                energy.backward(inputs=[x], retain_graph=True)
+                forces = x.grad
+            else:
+                (forces,) = torch.autograd.grad(energy, x, retain_graph=True, create_graph=how == "create_graph")
+        assert set(kinds(messages)) <= {"all_gather"}, "no reduction, and no heartbeat"
+        with mock.patch.object(torch.distributed, "reduce_scatter_tensor") as reduced:
+            torch.autograd.grad(square(theirs(x)), x)
+        assert not reduced.called
+        (expected,) = torch.autograd.grad(square(model(x)), x)
+        assert_near(forces.detach(), expected, "forces")
+        assert all(parameter.grad is None for parameter in sharded.parameters()), "the step has not ended"
+        with fullshard.counting(sharded) as messages:  # another backward through the same graph, which ends it
+            energy.backward()
+        assert kinds(messages)["reduce_scatter"] == len(sharded.layers)
+        square(model(batch(step))).backward()
+        square(model(batch(step + 5))).backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+
+
+@ranks(2)
+def test_a_backward_with_inputs_that_include_a_parameter_reduces_the_units_from_there_on(world: World) -> None:
+    """The parameter belongs to a unit that stays unsharded, in the middle of the model."""
+    model = Smooth(linear=False)
+    sharded = copy.deepcopy(model)
+    for module in (*sharded.layers, sharded):
+        fully_shard(module, mesh=world.mesh)
+    for retained in (False, True):
+        middle = sharded.layers[1]
+        with middle.resident():
+            loss = square(sharded(world.mine(batch(0))))
+            loss.backward(inputs=[middle.weight], retain_graph=retained)
+            if retained:
+                loss.backward()
+        expected = square(model(batch(0)))
+        expected.backward(inputs=[model.layers[1].weight], retain_graph=retained)
+        if retained:
+            expected.backward()
+        assert_same_grads(sharded, model)
+        sharded.zero_grad(), model.zero_grad()
+
+
+@ranks(2)
+def test_a_rank_that_reduces_where_the_other_one_differentiates_inputs_only_diverges(world: World) -> None:
+    sharded = shard_stack(Stack(), world.mesh)
+    x = world.mine(batch(0)).requires_grad_()
+    loss = square(sharded(x))
+    failure = None
+    try:
+        torch.autograd.grad(loss, x) if world.rank else loss.backward()
+        square(sharded(x)).backward()
+    except StateError as caught:
+        failure = caught
+    assert "backward of inputs only" in str(failure)
+    assert fullshard.any_failed(world.mesh, failure)
+
+
+@ranks(2)
+def test_a_unit_of_which_one_rank_uses_no_parameter_is_reduced_on_both(world: World) -> None:
+    """A backward without inputs is told from one that reaches inputs only, although no parameter gets a gradient here."""
+
+    class Gate(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if world.rank else x * 2
+
+    model = fully_shard(Gate(7, 7), mesh=world.mesh)
+    x = batch(0, 7).requires_grad_()
+    square(model(x)).backward()
+    assert model.weight.grad is not None and model.weight.grad.full_tensor().abs().sum() > 0
 
 
 @pytest.mark.proves("33a")

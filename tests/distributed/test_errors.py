@@ -400,28 +400,6 @@ def test_clipping_refuses_gradients_that_are_not_summed(world: World) -> None:
         clip_grad_norm_([parameter], 1.0)
 
 
-@pytest.mark.parametrize("left", ["plain", "replicated", "hook"])
-@ranks(2)
-def test_what_is_not_a_gradient_of_the_parameter_is_refused_by_name_and_no_gradient_is_given(world: World, left: str) -> None:
-    """Adding to it raised a text of torch's that names nothing, when other parameters had their gradients already."""
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=world.mesh)
-    last = model[1].bias
-    if left == "plain":
-        last.grad = torch.zeros(4)
-    elif left == "replicated":
-        last.grad = distribute_tensor(torch.zeros(4), world.mesh, [Replicate()])
-    handle = last.register_hook(lambda grad: grad.full_tensor() if left == "hook" else grad)
-    origin = "was returned by a hook on its gradient" if left == "hook" else "was assigned to its `.grad`"
-    with pytest.raises(StateError, match=f"gradient of parameter '1.bias' of unit 'Sequential' a DTensor .*Shard.* {origin}"):
-        model(torch.ones(2, 4)).sum().backward()
-    assert all(parameter.grad is None for parameter in model.parameters() if parameter is not last)
-    handle.remove()
-    last.grad = None
-    with pytest.warns(UserWarning, match="The last backward raised"):
-        model(torch.ones(2, 4)).sum().backward()
-    assert torch.equal(last.grad.full_tensor(), torch.full((4,), 2.0))
-
-
 @pytest.mark.parametrize("aliased", [False, True])
 @ranks(2)
 def test_gradients_that_the_caller_exchanged_are_added_to_where_they_are_now(world: World, aliased: bool) -> None:

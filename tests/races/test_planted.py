@@ -26,10 +26,6 @@ COVERED = {
         "core/reducer.py drain (wait)",
         "wait_event",
     ): "each reduction is waited for a moment later, before its gradients are handed out",
-    (
-        "core/heartbeat.py read_now (wait)",
-        "wait_event",
-    ): "the host waits as well, and nothing on the device reads the answer",
     ("core/heartbeat.py read (wait)", "wait_event"): "the host waits as well, and nothing on the device reads the answer",
     (
         "core/param_group.py synchronize_host (wait)",
@@ -37,7 +33,7 @@ COVERED = {
     ): "the host waits as well, and the host alone writes such shards",
     ("core/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
     (
-        "core/reducer.py _send (wait)",
+        "core/reducer.py _send_heartbeats (wait)",
         "wait_event",
     ): "what it waits for is waited for again; the device shows it, where a new page of heartbeats takes the memory",
     ("core/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",

@@ -1079,27 +1079,40 @@ def test_what_a_unit_kept_is_reduced_though_the_last_microbatch_runs_another_uni
 
 
 @pytest.mark.proves("22b")
-@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("none", [False, True])
 @ranks(2, 3)
-def test_what_one_rank_alone_kept_is_reduced_on_all(world: World, none: bool, joins: bool) -> None:
-    """Only rank 0 has a batch for `text` in the microbatch without communication: the others join, or, since all parameters
-    stay gathered, run another unit, so that they do not even know of it."""
+def test_what_one_rank_alone_kept_is_reduced_on_all_that_join(world: World, none: bool) -> None:
+    """Only rank 0 has a batch for `text` in the microbatch without communication: the others join."""
     model = towers(world.mesh, comm_policy=CommPolicy(prefetch_bytes=0))
     x = torch.ones(1, 2)
     model(x, "text", "image").sum().backward()
     for step in range(3):
         model.zero_grad(set_to_none=none)
-        if joins:
-            with model.accumulate():
-                (model.text(x) if world.rank == 0 else model.text.join()).sum().backward()
-        else:
-            with model.resident(), model.accumulate():
-                model(x, "text" if world.rank == 0 else "image").sum().backward()
+        with model.accumulate():
+            (model.text(x) if world.rank == 0 else model.text.join()).sum().backward()
         model(x, "image").sum().backward()
         assert torch.allclose(whole(model.text.weight.grad), torch.ones(2, 2) / world.size), step
-        more = 0.0 if joins else (world.size - 1) / world.size
-        assert torch.allclose(whole(model.image.weight.grad), torch.full((2, 2), 1.0 + more)), step
+        assert torch.allclose(whole(model.image.weight.grad), torch.ones(2, 2)), step
+
+
+@ranks(2)
+def test_ranks_that_kept_gradients_of_other_units_diverge_as_the_step_ends(world: World) -> None:
+    """All parameters stay gathered, so nothing was sent in the microbatch that differed."""
+    model = towers(world.mesh, comm_policy=CommPolicy(prefetch_bytes=0))
+    x = torch.ones(1, 2)
+    with model.resident(), model.accumulate():
+        model(x, "text" if world.rank == 0 else "image").sum().backward()
+    failure = None
+    try:
+        model(x, "image").sum().backward()
+        model(x, "image")
+    except StateError as caught:
+        failure = caught
+    assert "reduce_scatter of 'text'" in str(failure)
+    assert fullshard.any_failed(world.mesh, failure)
+    model.zero_grad()
+    model(x, "text", "image").sum().backward()
+    assert torch.equal(whole(model.text.weight.grad), torch.ones(2, 2))
 
 
 @pytest.mark.proves("22b")

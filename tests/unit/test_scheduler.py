@@ -13,6 +13,7 @@ from fullshard.core.scheduler import (
     Action,
     ForwardCall,
     KeepAfterForward,
+    PassBy,
     Reduce,
     Reshard,
     Residency,
@@ -61,11 +62,12 @@ class SimulatedRun:
                 Wait: Residency.FULL,
                 Reshard: Residency.SHARDED,
                 Reduce: now,
+                PassBy: now,
                 SaveSubgroupShard: now,
             }[type(action)]
             if isinstance(action, SaveSubgroupShard):
                 assert now is Residency.FULL
-            elif not isinstance(action, Reduce):
+            elif not isinstance(action, (Reduce, PassBy)):
                 assert (now, target) in TRANSITIONS, f"{action} while {now}"
             self.data[unit] = target
             self.log.append((type(action).__name__, unit))
@@ -88,10 +90,10 @@ class SimulatedRun:
             calls.append(ended.call)
         self.run(ended.actions)
 
-    def backward(self, calls: list[ForwardCall], *, recomputed: bool = False) -> None:
+    def backward(self, calls: list[ForwardCall], *, recomputed: bool = False, inputs_only: bool = False) -> None:
         """`recomputed`: each call is recomputed after its backward began, and the recomputation returns (no early stop)."""
         for call in sorted(calls, key=lambda c: -c.end):
-            self.run(self.scheduler.before_backward(call))
+            self.run(self.scheduler.before_backward(call, collects=not inputs_only))
             self.scheduler.graph_released(call)
             assert self.data[call.unit] is Residency.FULL
             if recomputed:
@@ -138,7 +140,9 @@ def _inside(root: list, target: list, path: tuple[int, ...] = ()) -> tuple[int, 
     return ()
 
 
-programs = st.lists(st.sampled_from(["train", "recompute", "eval", "two", "forget", "raise"]), min_size=1, max_size=6)
+programs = st.lists(
+    st.sampled_from(["train", "recompute", "penalty", "eval", "two", "forget", "raise"]), min_size=1, max_size=6
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -156,6 +160,13 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
             run.forward(tree, calls)
             run.backward(calls, recomputed=step == "recompute")
             run.written.update(range(5))
+        elif step == "penalty":  # a backward that reaches inputs only, then one through the same graph
+            run.forward(tree, calls)
+            for inputs_only in (True, False):
+                run.log.clear()
+                run.backward(calls, inputs_only=inputs_only)
+                kinds = {kind for kind, _ in run.log} & {"Reduce", "PassBy"}
+                assert kinds == ({"PassBy"} if inputs_only else {"Reduce"})
         elif step == "two":
             run.forward(tree, calls)
             run.forward(tree, calls)

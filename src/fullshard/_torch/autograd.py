@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 __all__ = [
+    "accumulates_into",
     "carry_hooks",
     "current_graph_task",
     "graph_nodes",
@@ -36,6 +37,35 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     # Private: `queue_callback`, as FSDP2 uses it. The engine must hold the only reference, since the callback's deletion is the
     # sign of a failed backward.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulates_into(leaves: Sequence[Tensor]) -> bool:
+    """Return False if the running backward reaches only inputs that it was given, and none of `leaves` is among them.
+
+    So it is True in every backward without `inputs=`, also where no leaf is in its graph. Call this in a hook before a node.
+    """
+    if any(_will_run(torch.autograd.graph.get_gradient_edge(leaf).node) for leaf in leaves):
+        return True
+    # A backward without inputs runs every node that the current one leads to.
+    node: Any = torch._C._current_autograd_node()
+    pending, seen = [node], {node}
+    while pending:
+        node = pending.pop()
+        if not _will_run(node):
+            return False
+        unseen = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= unseen
+        pending += unseen
+    return True
+
+
+def _will_run(node: Any) -> bool:
+    """Return True if the running backward runs the node."""
+    # Private: torch has no public test. It refuses a leaf whose gradient `torch.autograd.grad` returns instead of accumulating.
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
 
 
 def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:

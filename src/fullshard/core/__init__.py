@@ -39,8 +39,8 @@ after a step. `remark_on_optimizer` warns about gradients that no unit reduces.
 (`PlacementFn`). `collect` returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and
 `clean_name` are for walks over modules.
 
-**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard` and
-`Reduce`. It has a `UnitRecord` per unit, with a `KeepAfterForward`.
+**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard`,
+`Reduce` and `PassBy`. It has a `UnitRecord` per unit, with a `KeepAfterForward`.
 
 **Communication.** An `Agreement` represents the ranks in one call outside of a step. It compares and gathers values by logged
 collectives. Its `run` raises on all ranks if the work fails on one of them, as `run` of all `Ranks` does. A `CollectiveCall` is
@@ -89,11 +89,9 @@ join.py                join(): take part in collectives without computing
 joined_calls.py        forward calls that a rank joined, until their backward
 late_grads.py          gradients that arrive without a hook on an output
 finalization.py        backwards that the user ends
-keeping_units.py       units with kept gradients, which all ranks reduce together in the backward that ends the step
 extension.py           tensor subclasses with their own all-gather hooks
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 replaced_parameters.py parameters from before sharding, and the ones that replaced them
-reduction_arena.py     ReductionArena: memory with fixed addresses for reductions
 value_sync.py          values of all ranks: compared in the first forward, or broadcast
 meta_init.py           memory that nothing wrote before the first forward
 uninitialized.py       finds tensors whose memory was never written

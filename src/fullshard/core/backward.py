@@ -88,15 +88,19 @@ class RunningBackward:
     Attributes:
         underway: True while a backward has begun and not ended, even if it raised.
         raised: True if the backward raised, so that it will never end.
+        collects: True if parameters get gradients in it, as far as it is known. Then every unit that it enters from then on is
+            reduced. False until then, and in a backward that reaches inputs only.
         units: the units that it entered, by number.
+        passed: numbers of those of which no parameter gets a gradient.
     """
 
     def __init__(self, on_raised: Callable[[], None]) -> None:
         """`on_raised`: called as soon as the backward raises; it must not start collectives."""
         self._on_raised = on_raised
         self._end: weakref.ref[FinalCallback] | None = None
-        self.underway = self.raised = False
+        self.underway = self.raised = self.collects = False
         self.units: dict[int, Unit] = {}
+        self.passed: set[int] = set()
 
     def begin(self, leave: Callable[[], None]) -> None:
         """Begin a backward. The engine calls `leave` when it ends."""
@@ -133,7 +137,8 @@ class RunningBackward:
     def stop(self) -> None:
         """End the backward, but keep the units that it entered."""
         self._end = None  # without the reference its callback is not called
-        self.underway = self.raised = False
+        self.underway = self.raised = self.collects = False
+        self.passed.clear()
 
 
 class FinalCallback:

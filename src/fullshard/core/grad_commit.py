@@ -6,13 +6,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.errors import StateError
 
 if TYPE_CHECKING:
     from fullshard.core.param_group import ParamGroup
@@ -33,18 +30,13 @@ class GradCommit:
     __slots__ = ("_flat", "_group", "gradients")
 
     def __init__(self, group: ParamGroup, flat: Tensor, used: Sequence[bool], *, has_hooks: bool) -> None:
-        """Run the gradient hooks of the parameters (`register_hook`) and check what `commit` would set or add to.
-
-        All errors are raised here, before the first commit changes a `.grad`, so that all parameters get a gradient or none.
+        """Run the gradient hooks of the parameters (`register_hook`), before the first commit changes a `.grad`.
 
         Args:
             group: the parameter group.
             flat: the flat gradient, (shard_numel,) in the dtype of `.grad`.
             used: for each parameter, whether it gets a gradient.
             has_hooks: whether a parameter has hooks.
-
-        Raises:
-            StateError: naming the parameter, if a hook returned, or the caller assigned, something that is no gradient of it.
         """
         self._group, self._flat = group, flat
         plan = group.reduction
@@ -54,27 +46,6 @@ class GradCommit:
                 _hooked(parameter, flat.as_strided(*view)) if is_used else None
                 for parameter, view, is_used in zip(group.parameters, plan.views, used)
             ]
-            for parameter, gradient in zip(group.parameters, self.gradients):
-                if gradient is not None:
-                    _check(parameter, gradient, "was returned by a hook on its gradient", group.dtypes.grad)
-        dtype = flat.dtype
-        for parameter, key, is_used in zip(group.parameters, plan.keys, used):
-            if not is_used:
-                continue
-            sharded = parameter.sharded
-            grad = sharded.grad
-            if grad is None:
-                taken = sharded.grad_dtype
-                if taken is not dtype and taken is not None:
-                    raise StateError(
-                        f"Expected gradients of {taken}, the grad_dtype of parameter '{parameter.name}' of unit "
-                        f"'{parameter.unit_name.name}', got gradients reduced to {dtype}. Set grad_dtype before the first "
-                        "forward. If it is set later, call model.to() afterwards."
-                    )
-            else:
-                mark = grad.__dict__.get(key)
-                if mark is None or mark[0] is not plan.views:
-                    _check(parameter, grad, "was assigned to its `.grad`, to which the next gradient is added")
 
     def commit(self) -> None:
         """Set `.grad` of the parameters, or add to the existing gradients."""
@@ -153,30 +124,6 @@ def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
-
-
-def _check(parameter: ShardedParameter, gradient: Any, origin: str, dtype: torch.dtype | None = None) -> None:
-    """Raise StateError unless `gradient` is a DTensor like the sharded parameter, of `dtype` if it is not None."""
-    spec = parameter.spec
-    fits = (
-        isinstance(gradient, DTensor)
-        and gradient.device_mesh == spec.mesh
-        and gradient.placements == spec.placements
-        and gradient.shape == spec.shape
-        and gradient.dtype == (dtype or gradient.dtype)
-    )
-    if not fits:
-        what = type(gradient).__name__
-        if isinstance(gradient, Tensor):
-            what += f" {tuple(gradient.shape)} of {gradient.dtype}"
-        if isinstance(gradient, DTensor):
-            what += f" with {gradient.placements} on {gradient.device_mesh}"
-        of_dtype = "" if dtype is None else f" of {dtype}"
-        raise StateError(
-            f"Expected as gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}' a DTensor "
-            f"{tuple(spec.shape)}{of_dtype} with {spec.placements} on {spec.mesh}, got {what}, which {origin}. "
-            "Convert it with distribute_tensor(full, parameter.device_mesh, parameter.placements)."
-        )
 
 
 def commit_all(commits: Sequence[GradCommit]) -> None:

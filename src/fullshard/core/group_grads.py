@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ReductionPlan:
     """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient.
 
-    It is fixed when the group is created, and made anew only if the reduce dtype is widened.
+    It is fixed when the group is created.
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed
@@ -101,7 +101,6 @@ class GroupGradients:
     Attributes:
         has_local: whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this
             group on this rank.
-        exposed: whether kept gradients are visible as `.grad` of the unsharded parameters.
         deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 
@@ -115,11 +114,9 @@ class GroupGradients:
         """
         self._parameters, self._dtype, self._log = parameters, dtype, log
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
-        if self.has_local:
-            self.widen(dtype)  # of an earlier group, whose parameters had another dtype
-        self.exposed = False
-        # Unsharded parameters whose `.grad` may have any dtype while kept gradients are exposed, and their own `grad_dtype`.
-        self._lifted: list[tuple[nn.Parameter, torch.dtype]] = []
+        for parameter in parameters:  # of an earlier group, whose parameters had another dtype
+            if parameter.local_grad is not None:
+                parameter.local_grad = parameter.local_grad.to(dtype)
         self.deferred: Reduction | None = None
         # Epoch of the log at the last commit. All ranks start a new epoch together after a failed step. Gradients of that step
         # may differ between ranks, so comparing them would raise for no reason.
@@ -135,13 +132,6 @@ class GroupGradients:
                 kept = parameter.local_grad
                 parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
 
-    def widen(self, dtype: torch.dtype) -> None:
-        """Change the dtype of kept gradients to `dtype`, narrower or wider."""
-        self._dtype = dtype
-        for parameter in self._parameters:
-            if parameter.local_grad is not None:
-                parameter.local_grad = parameter.local_grad.to(dtype)
-
     def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the sum of `grads` and the kept gradients, and discard the kept ones."""
         if not self.has_local:
@@ -154,52 +144,13 @@ class GroupGradients:
         self.has_local = False
         return grads
 
-    def expose(self) -> None:
-        """Set `.grad` of the unsharded parameters to the kept gradients, for a caller that unsharded them by hand.
-
-        `withdraw` must be called before the next backward: autograd would add to the kept gradients in place, and a backward
-        that raises must not change them.
-        """
-        if not self.has_local:
-            return
-        for parameter in self._parameters:
-            kept, unsharded = parameter.local_grad, parameter.unsharded
-            if kept is not None and unsharded is not None and unsharded.grad is None:
-                if kept.dtype != unsharded.dtype and unsharded.grad_dtype is not None:
-                    self._lifted.append((unsharded, unsharded.grad_dtype))
-                    _torch.set_grad_dtype(unsharded, None)
-                parameter.exposed_grad = unsharded.grad = parameter.sharding.to_module(kept)
-                self.exposed = True
-
-    def withdraw(self) -> None:
-        """Remove the exposed gradients. If the caller replaced or removed one, keep the replacement, or none."""
-        self.exposed = False
-        for parameter in self._parameters:
-            exposed, unsharded = parameter.exposed_grad, parameter.unsharded
-            parameter.exposed_grad = None
-            if exposed is None or unsharded is None:
-                continue
-            found, unsharded.grad = unsharded.grad, None
-            if found is None:
-                parameter.local_grad = None
-            elif found is not exposed:
-                parameter.local_grad = parameter.sharding.grad_to_local(found, name=parameter.name).to(self._dtype)
-        self._restore_grad_dtypes()
-
     def discard(self) -> None:
         """Discard kept gradients, a deferred reduction, and `.grad` of the unsharded parameters."""
-        self.has_local, self.deferred, self.exposed = False, None, False
+        self.has_local, self.deferred = False, None
         for parameter in self._parameters:
-            parameter.local_grad = parameter.exposed_grad = None
+            parameter.local_grad = None
             if parameter.unsharded is not None:
                 parameter.unsharded.grad = None
-        self._restore_grad_dtypes()
-
-    def _restore_grad_dtypes(self) -> None:
-        """Let autograd cast gradients of the unsharded parameters again, as before they were exposed."""
-        for unsharded, dtype in self._lifted:
-            _torch.set_grad_dtype(unsharded, dtype)
-        self._lifted.clear()
 
     def accumulates(self) -> bool:
         """Return True if the next commit adds to a `.grad` that exists, which must be the same on all ranks.

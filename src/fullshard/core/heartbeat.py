@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -20,10 +20,6 @@ from fullshard.errors import StateError
 # heartbeat itself can find the difference.
 _LENGTH_STEP = 1024
 
-UNIT_FLAGS = 128  # bytes for flags of units with kept gradients: the byte at `global_id` modulo this is the flag of a unit
-
-_NO_FLAGS = bytes(UNIT_FLAGS)
-
 
 def message_length(parameters: int) -> int:
     """Return the number of bytes of a heartbeat with flags for this many parameters.
@@ -31,7 +27,7 @@ def message_length(parameters: int) -> int:
     >>> message_length(10), message_length(2000)
     (1024, 3072)
     """
-    return -(-(2 * DIGEST + UNIT_FLAGS + parameters) // _LENGTH_STEP) * _LENGTH_STEP
+    return -(-(2 * DIGEST + parameters) // _LENGTH_STEP) * _LENGTH_STEP
 
 
 class HeartbeatBuffer:
@@ -82,19 +78,17 @@ class Heartbeat:
 
         0..7    hash of the log
         8..15   255 minus each of these bytes
-        16..    flags of units: 1 if this rank keeps gradients that this backward should have reduced
-        144..   flags of parameters: 1 if this rank used the parameter, in the order of the reductions; then zeros
+        16..    flags of parameters: 1 if this rank used the parameter, in the order of the reductions; then zeros
 
     The maximum of 255 - x is 255 minus the minimum of x. So if a byte of the hash differs between ranks, each rank finds one of
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
-    A heartbeat is read when that costs nothing: at once on the CPU; on an accelerator when the device has completed it, or at
-    once by a rank that must know whether other ranks used a parameter that it did not use.
+    It is read when that costs nothing: at once on the CPU, in a later step on an accelerator. Only a rank that left a parameter
+    without `.grad` unused needs the flags at once: None is right if no rank used it, and only the host can leave it at None.
 
     Attributes:
         log: the log that it compares.
         reductions: the reductions that it ends; empty once their gradients are set.
-        all_used: True if this rank used all parameters of the reductions.
         buffer: its memory.
     """
 
@@ -104,7 +98,6 @@ class Heartbeat:
         reductions: Sequence[Reduction],
         async_device: torch.device | None,
         buffer: HeartbeatBuffer | None = None,
-        kept: Iterable[int] = (),
     ) -> None:
         """Write the bytes.
 
@@ -113,20 +106,12 @@ class Heartbeat:
             reductions: the reductions that the heartbeat ends.
             async_device: the device if it runs asynchronously, else None.
             buffer: a free buffer; one is allocated if it is None or has another length.
-            kept: units with kept gradients, each as the index of its flag (see `UNIT_FLAGS`).
         """
         self.log, self.reductions = log, list(reductions)
         digest = log.hash
         self._head = digest.to_bytes(DIGEST, "little", signed=True) + (~digest).to_bytes(DIGEST, "little", signed=True)
         flags = bytes(chain.from_iterable([reduction.used for reduction in reductions]))
-        self.all_used = 0 not in flags
-        unit_flags = _NO_FLAGS
-        if kept:
-            changed = bytearray(UNIT_FLAGS)
-            for flag in kept:
-                changed[flag] = 1
-            unit_flags = bytes(changed)
-        body = self._head + unit_flags + flags
+        body = self._head + flags
         length = message_length(len(flags))
         if buffer is None or len(buffer.bytes) != length:
             buffer = HeartbeatBuffer(length, async_device)
@@ -154,7 +139,7 @@ class Heartbeat:
     @property
     def must_be_read(self) -> bool:
         """True if this rank must know which parameters other ranks used, before it sets `.grad`."""
-        return not self.all_used and any(reduction.has_unused_trainable for reduction in self.reductions)
+        return any(reduction.asks_others for reduction in self.reductions)
 
     def is_desynced(self) -> bool:
         """Return True if the logs of the ranks differ. The host must have waited for the heartbeat."""
@@ -162,13 +147,8 @@ class Heartbeat:
 
     def used_anywhere(self) -> list[list[bool]]:
         """Return for each reduction whether any rank used each parameter. The host must have waited for the heartbeat."""
-        flags = iter(self.buffer.read(2 * DIGEST + UNIT_FLAGS, len(self.buffer.bytes)))
+        flags = iter(self.buffer.read(2 * DIGEST, len(self.buffer.bytes)))
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
-
-    def kept_units(self) -> set[int]:
-        """Return the indices of the flags that any rank has set. The host must have waited for the heartbeat."""
-        flags = self.buffer.read(2 * DIGEST, 2 * DIGEST + UNIT_FLAGS)
-        return set() if flags == _NO_FLAGS else {index for index, flag in enumerate(flags) if flag}
 
 
 _NO_UNIT = UnitName("")
@@ -186,18 +166,11 @@ class Heartbeats:
         self._fingerprints: dict[CollectiveLog, GroupFingerprints] = {}  # of heartbeats, which belong to no unit
         self._free_buffers: list[HeartbeatBuffer] = []
 
-    def send(
-        self,
-        reductions: Sequence[tuple[int, Reduction]],
-        kept: Sequence[tuple[int, CollectiveLog]],
-        again: Container[CollectiveLog] | None,
-    ) -> list[Sent]:
+    def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[Sent]:
         """Send one heartbeat per log.
 
         Args:
             reductions: the reductions to end, each with the number of steps per heartbeat (`CheckPolicy.every`).
-            kept: units that this rank keeps gradients of: the index of the flag of each (see `UNIT_FLAGS`), and its log.
-            again: logs that get a second heartbeat in this backward; None for the first heartbeats of a backward.
 
         Returns:
             The heartbeats, with the calls that send them.
@@ -205,19 +178,15 @@ class Heartbeats:
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
         for every, reduction in reductions:
             logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
-        return [
-            self._send(log, mine, [flag for flag, other in kept if other is log])
-            for log, (every, mine) in logs.items()
-            if (log in again if again is not None else log.heartbeat_due(every))
-        ]
+        return [self._send(log, mine) for log, (every, mine) in logs.items() if log.heartbeat_due(every)]
 
-    def _send(self, log: CollectiveLog, reductions: list[Reduction], kept: list[int]) -> Sent:
+    def _send(self, log: CollectiveLog, reductions: list[Reduction]) -> Sent:
         communicator = self._communicator
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
             fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NO_UNIT, "")
         buffer = self._take_buffer(sum([len(reduction.used) for reduction in reductions]))
-        beat = Heartbeat(log, reductions, communicator.async_device, buffer, kept)
+        beat = Heartbeat(log, reductions, communicator.async_device, buffer)
         over_replicas = reductions[0].group.collectives.replicate is not None
         finish = nothing if over_replicas else beat.finish
         work = communicator.send(communicator.reduce_scatter_stream, fingerprints, "heartbeat", beat.start, finish)
@@ -282,4 +251,4 @@ class Heartbeats:
             raise StateError(beat.log.desync_error)
 
 
-__all__ = ["UNIT_FLAGS", "Heartbeat", "HeartbeatBuffer", "Heartbeats", "Sent", "message_length"]
+__all__ = ["Heartbeat", "HeartbeatBuffer", "Heartbeats", "Sent", "message_length"]

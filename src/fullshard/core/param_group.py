@@ -45,7 +45,7 @@ class ParamGroup:
         layout: layout of the all-gather over the shard axis, and of the reduce-scatter; fixed.
         shard_layout: layout of the flat shard: `layout` or, with two hops, that of the all-gather over replicas.
         shard: the flat shard, (shard_layout.shard_numel,).
-        reduction: layout of the gradients in the reduce-scatter inputs; fixed unless the reduce dtype is widened.
+        reduction: layout of the gradients in the reduce-scatter inputs; fixed.
         scatter: the same for the second of two hops, over the replicas; None with one hop.
         two_hops: whether the flat shard is divided over the replicas as well, so that all-gathers have a hop over them first.
         is_replicated: whether the group has scalars, which are replicated on all ranks.
@@ -96,8 +96,6 @@ class ParamGroup:
         self._buffer: FlatBuffer | ExtensionBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
         self._keeps_memory = False
-        # Reduce-scatter outputs that are reused in every step if memory is kept; at most two per dtype.
-        self._reduced_shards: list[Tensor] = []
         # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
         # the shards are written.
         self._inner_shard: FlatBuffer | None = None
@@ -147,21 +145,6 @@ class ParamGroup:
             in_order=self.collectives.over_replicas.reduce.in_order,
             device=self.storage.device,
         )
-
-    def widen_reduce_dtype(self, grads: Sequence[Tensor | None]) -> None:
-        """Widen the reduce dtype to the dtype of these gradients.
-
-        Call this only if the policy sets no `reduce_dtype`, and the `grad_dtype` of the parameters is None. A rank without a
-        gradient keeps the narrower dtype. The dtype is part of the reduction's fingerprint, so ranks that disagree raise an
-        error.
-        """
-        widest = self.dtypes.reduce
-        for grad in grads:
-            widest = widest if grad is None else torch.promote_types(widest, grad.dtype)
-        if widest != self.dtypes.reduce:
-            self.dtypes = replace(self.dtypes, reduce=widest)
-            self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
-            self.grads.widen(self.dtypes.kept)
 
     @torch.inference_mode(False)  # or a model that is sharded or loaded there had no version counters
     def _copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
@@ -220,7 +203,7 @@ class ParamGroup:
     def standing_memory(self) -> int:
         """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
         versions = self.shard_versions()
-        total = sum(memory.nbytes for memory in self._reduced_shards)
+        total = 0
         for buffer, current in ((self._buffer, versions), (self._inner_shard, [self.fingerprints.log.epoch, *versions])):
             if buffer is not None and (buffer.keep or buffer.versions == current):
                 total += buffer.allocated
@@ -275,8 +258,6 @@ class ParamGroup:
         """
         if not self.installed:
             return
-        if self.grads.exposed:
-            self.grads.withdraw()
         for parameter, trainable in zip(self.parameters, self._trainable):
             unsharded, sharded = parameter.unsharded, parameter.sharded
             if unsharded is None:
@@ -489,26 +470,11 @@ class ParamGroup:
             torch.autograd.graph.increment_version([p.unsharded for p in self.parameters if p.unsharded is not None])
 
     def keep_memory(self, keep: bool) -> None:
-        """Set whether buffers of all-gathers and reductions keep their memory when they are freed."""
+        """Set whether the buffers of all-gathers keep their memory when they are freed."""
         self._keeps_memory = keep
         for buffer in (self._buffer, self._inner_shard):
             if buffer is not None:
                 buffer.keep = keep
-        if not keep:
-            self._reduced_shards.clear()
-
-    def reduced_shard_memory(self, dtype: torch.dtype, taken: Tensor | None) -> Tensor:
-        """Return kept memory for a reduce-scatter output, (layout.shard_numel,).
-
-        Args:
-            dtype: dtype of the output.
-            taken: the output of an earlier reduction whose all-reduce is deferred. The result is other memory.
-        """
-        for memory in self._reduced_shards:
-            if memory is not taken and memory.dtype == dtype:
-                return memory
-        self._reduced_shards.append(torch.empty(self.layout.shard_numel, dtype=dtype, device=self.storage.device))
-        return self._reduced_shards[-1]
 
     def free_unsharded(self) -> None:
         """Free the memory of the unsharded parameters, unless it is kept. The Parameter objects stay.
@@ -539,8 +505,6 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         """Discard the gradients of the unsharded parameters. Not collective, as `take_gradients` may be for partial ones."""
-        if self.grads.exposed:
-            self.grads.withdraw()
         for parameter in self.parameters:
             if parameter.unsharded is not None:
                 parameter.unsharded.grad = None
@@ -549,8 +513,6 @@ class ParamGroup:
         """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
         grads: list[Tensor | None] = []
         found = False
-        if self.grads.exposed:  # kept gradients that are shown as `.grad`, or they would count twice
-            self.grads.withdraw()
         for parameter in self.parameters:
             unsharded = parameter.unsharded
             grad = None if unsharded is None else unsharded.grad

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fullshard.checks.collective_log import CollectiveLog
 from fullshard.comm.streams import InFlight, Work
 from fullshard.core.communicator import Communicator
 from fullshard.core.grad_commit import GradCommit, commit_all
-from fullshard.core.heartbeat import UNIT_FLAGS, Heartbeats, Sent
-from fullshard.core.keeping_units import KeepingUnits, Kept
+from fullshard.core.heartbeat import Heartbeats, Sent
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
-from fullshard.core.reduction_arena import ReductionArena
 from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 
@@ -41,8 +38,9 @@ class GradientReducer:
         self._in_flight = InFlight()  # reduce-scatters, and the all-gathers of deleted units
         self._replicating = InFlight()  # all-reduces over replicas
         self._heartbeats = Heartbeats(communicator)
-        self._kept = KeepingUnits()
-        self._arena = ReductionArena()
+        # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
+        # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
+        self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         # Since the last heartbeat. Weak references, so that a model can be deleted before the backward that ends its step.
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling
@@ -61,11 +59,6 @@ class GradientReducer:
         """The reductions since the last heartbeat, with their units."""
         return [(unit, reduction) for reference, reduction in self._reduced if (unit := reference()) is not None]
 
-    @property
-    def keeps(self) -> bool:
-        """True if backwards kept gradients of some unit on this rank."""
-        return len(self._kept) > 0
-
     def track(self, work: Work, on_done: Callable[[], None]) -> None:
         """Keep the memory of `work` alive until it has been waited for, then call `on_done`, which frees the memory."""
         self._in_flight.push(work, on_done, polled=False)
@@ -79,23 +72,18 @@ class GradientReducer:
             grads: one per parameter, None for a parameter without gradient. The list is cleared if the reduction starts.
             last: True in `finalize_backward`, which ends the step: only units without gradient sync still keep gradients.
         """
-        if group.dtypes.grad is None and unit.options.mp.reduce_dtype is None:
-            group.widen_reduce_dtype(grads)
         if not (unit.options.sync_gradients if last else unit.options.reduces):
             group.grads.accumulate(grads)
-            self._kept.add(unit)
+            self._keeping[unit.number] = unit
             return
-        arena, limit = None, unit.options.comm.reductions_in_flight
-        if unit.options.keep_memory:  # the arena has memory for one reduction at a time, so the previous one must be over
-            self.drain()
-            arena = self._arena.begin(group.storage.device)
+        limit = unit.options.comm.reductions_in_flight
         self._in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._commit_early(self._hooked.popleft())
         merged = group.grads.merge(grads)
         self.merged = self.merged or merged is not grads
         defer = not unit.options.reduce.all_reduce if last else unit.options.defers
-        reduction = Reduction(group, merged, unit.options.reduce, arena, defer=defer)
+        reduction = Reduction(group, merged, unit.options.reduce, defer=defer)
         grads.clear()
         frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
@@ -106,8 +94,6 @@ class GradientReducer:
             action = "reduction, added to the gradients that are there"
         if frozen:
             action = f"{action}, without {', '.join(frozen)}"
-        if group.dtypes.grad is None:
-            action = f"{action}, in {group.dtypes.reduce}"
         divide = unit.options.reduce.divide
         if divide is not None:
             action = f"{action}, divided by {divide}"
@@ -136,20 +122,11 @@ class GradientReducer:
             self._replicates = True
         reduction.note_started(work)
         if reduction.factors.deferred:
-            self._kept.add(unit)
+            self._keeping[unit.number] = unit
             return
         self._reduced.append((weakref.ref(unit), reduction))
         if reduction.has_hooks:
             self._hooked.append(reduction)
-
-    def release_arena(self) -> None:
-        """Free the memory for reductions of `set_keep_unsharded_storage(True)`, as soon as those in flight are over."""
-        self._arena = ReductionArena()
-
-    @property
-    def standing_memory(self) -> int:
-        """Bytes of memory for reductions that stays allocated between steps."""
-        return self._arena.nbytes
 
     def poll(self) -> None:
         """Free the memory of collectives that have completed."""
@@ -190,7 +167,7 @@ class GradientReducer:
             self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
         for group in unit.groups:
             group.grads.discard()
-        self._kept.discard(unit)
+        self._keeping.pop(unit.number, None)
 
     def _drop(self, pending: PendingReduction, why: str) -> None:
         """Drop the reductions of a `finalize_backward` for all of its units, since gradients are set for all or none."""
@@ -269,33 +246,48 @@ class GradientReducer:
 
     # --- the end of a backward ---
 
-    def collect(self, touched: Sequence[Unit], units: Callable[[], Sequence[Unit]]) -> None:
+    def collect(self, touched: Sequence[Unit]) -> None:
         """Wait for the reductions in flight, and decide which gradients to set: those of units whose step this backward ends.
 
+        These include units of the same models whose gradients this rank only kept, although this backward has not reached them.
+        Ranks that kept gradients of other units diverge here.
+
         Args:
-            touched: the units that the backward entered.
-            units: returns all living units, oldest first.
+            touched: the units of which the backward computed gradients.
         """
-        kept = self._kept.due_here(touched)
+        for unit, group in self._kept_in(touched):
+            self.reduce(unit, group, [None] * len(group.parameters))
         reduced = self._take_due()
         self._commit_unfinished_steps()
-        if not reduced and not kept:
+        if not reduced:
             return
-        at_once = self._reads_at_once
-        sent = self._send_heartbeats(reduced, kept, None)
-        more = self._kept.due_anywhere(sent, kept, touched, units, read=at_once)
-        if more:
-            for unit, group in more:
-                self.reduce(unit, group, [None] * len(group.parameters))
-            # A second heartbeat shows which of these parameters any rank used. Logs whose first heartbeat was not due in this
-            # backward (`CheckPolicy.every`) get no second one either.
-            late = self._take_due()
-            sent_logs = {beat.log for beat, _ in sent}
-            not_due = {reduction.group.fingerprints.log for _, reduction in reduced} - sent_logs
-            sent += self._send_heartbeats(late, [], {reduction.group.fingerprints.log for _, reduction in late} - not_due)
-            reduced += late
-        self._kept.end_step()
+        sent = self._send_heartbeats(reduced)
+        self.drain()
+        self._hooked.clear()
+        self._read(sent)
         self._decide([reduction for _, reduction in reduced], sent)
+
+    def _kept_in(self, touched: Sequence[Unit]) -> list[tuple[Unit, ParamGroup]]:
+        """Return the groups with kept gradients whose step a backward of these units ends, oldest unit first."""
+        if not self._keeping:
+            return []
+        trees = {unit.place.outermost for unit in touched} - {None}
+        found: list[tuple[Unit, ParamGroup]] = []
+        for _, unit in sorted(self._keeping.items()):
+            options = unit.options
+            if not (options.sync_gradients and options.last_backward) or options.manual or unit.place.outermost not in trees:
+                continue
+            for group in unit.groups:
+                deferred = group.grads.deferred is not None and options.reduce.all_reduce
+                if group.trainable and (group.grads.has_local or deferred):
+                    found.append((unit, group))
+        return found
+
+    def _forget_reduced(self) -> None:
+        """Forget the units that keep gradients no longer."""
+        for number, unit in list(self._keeping.items()):
+            if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
+                del self._keeping[number]
 
     def _take_due(self) -> list[tuple[Unit, Reduction]]:
         """Remove from `_reduced`, and return, the reductions of units whose step this backward ends."""
@@ -309,73 +301,34 @@ class GradientReducer:
         self._reduced = left
         return due
 
-    def _send_heartbeats(
-        self, reduced: Sequence[tuple[Unit, Reduction]], kept: Sequence[Kept], again: Container[CollectiveLog] | None
-    ) -> list[Sent]:
-        """Send heartbeats after these reductions, and wait for the reductions.
-
-        On an accelerator, a heartbeat is read in a later step, when the device has completed it. Only a rank on which a
-        backward kept gradients since the last step reads it at once, since other ranks may have kept gradients of other units.
-        This assumes that in each step some backward keeps gradients on every rank or on none, as in a loop with the same number
-        of microbatches on all ranks. Otherwise this rank misses reductions that others start, and the next heartbeat finds that
-        the ranks diverged.
-
-        Args:
-            reduced: reductions that the heartbeats end.
-            kept: groups that are reduced next, because this rank kept their gradients.
-            again: logs that get a second heartbeat in this backward; None for the first heartbeats of a backward.
-
-        Returns:
-            The heartbeats, with the calls that send them.
-
-        Raises:
-            StateError: if the ranks diverged.
-        """
-        flags = [(unit.global_id % UNIT_FLAGS, group.fingerprints.log) for unit, group in kept]
-        sent = self._send(reduced, flags, again)
-        self.drain()
-        self._hooked.clear()
-        self._read(sent)
-        return sent
-
-    def _send(
-        self,
-        reduced: Sequence[tuple[Unit, Reduction]],
-        flags: Sequence[tuple[int, CollectiveLog]],
-        again: Container[CollectiveLog] | None,
-    ) -> list[Sent]:
-        """Send the heartbeats of units that have them. See `Heartbeats.send` for `flags` and `again`."""
+    def _send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[Sent]:
+        """Send the heartbeats of units that have them. Return these, with the calls that send them."""
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
         if len(self._replicating):
             self._in_flight.drain()
-        checked = [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
-        return self._heartbeats.send(checked, flags, again)
-
-    @property
-    def _reads_at_once(self) -> bool:
-        """True if heartbeats are read in the backward that sends them. `_send_heartbeats` says when."""
-        return self._communicator.async_device is None or self._kept.since_last_step or len(self._kept) > 0
+        return self._heartbeats.send(
+            [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
+        )
 
     def _read(self, sent: Sequence[Sent]) -> None:
         """Read heartbeats before any gradient is set or, on an accelerator, in a later step.
 
         Raises StateError if the ranks diverged.
         """
-        if self._reads_at_once:
+        if self._communicator.async_device is None:
             self._heartbeats.read_now(sent)
         else:
             self._heartbeats.read_later(sent)
 
     def _decide(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
         """Decide to set the gradients of all parameters that any rank used. From then on, even an interrupt sets them."""
-        used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where that is known
+        self._forget_reduced()
+        used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
         for beat, work in sent:
             if beat.must_be_read:
                 work.block()
                 used |= zip(map(id, beat.reductions), beat.used_anywhere())
-            elif not beat.all_used:
-                used |= ((id(reduction), reduction.used) for reduction in beat.reductions)
         commits: list[GradCommit] = []
         on_host = self._communicator.async_device is None
         for reduction in reductions:
@@ -404,7 +357,7 @@ class GradientReducer:
         """Send the heartbeats of these units' reductions. Return both, for `end`."""
         mine = set(map(id, units))
         due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
-        sent = self._send(due, (), None)
+        sent = self._send_heartbeats(due)
         # `end` must start no collective, since ranks may finish several models in different orders.
         if self._communicator.async_device is None and any(_has_stages(reduction) for _, reduction in due):
             self.drain()
@@ -418,7 +371,6 @@ class GradientReducer:
         self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
         self._hooked = deque(reduction for reduction in self._hooked if id(reduction) not in gone)
         self._read(sent)
-        self._kept.end_step()
         self._decide(reductions, sent)
         self.assign_grads()
         self.poll()

@@ -19,7 +19,6 @@ from fullshard.core.grad_commit import GradCommit
 from fullshard.core.group_grads import ReductionPlan
 from fullshard.core.layout import ParamOffsets, Slice
 from fullshard.core.param_group import ParamGroup
-from fullshard.core.reduction_arena import ReductionArena
 from fullshard.core.unsharded_buffer import dim_permutation
 from fullshard.errors import InternalError
 
@@ -116,8 +115,8 @@ class Reduction:
         sliced: large, uneven or cast             --(slice by slice)-----> reduce-scatters through one buffer
         summed: few rows                          --(slice by slice)-----> all-reduces; each rank keeps its rows
 
-    There are slices only if collectives run in order on their stream, else these gradients are packed. With an arena, direct
-    gradients are copied as well.
+    There are slices only if collectives run in order on their stream, else these gradients are packed. With a factor before the
+    reduction (float16), direct gradients are copied as well, since a hook in the graph may have kept them.
 
         PACKED     the gradients are copied, or will be in `start`
         SUMMED     after the reduction over shards
@@ -141,7 +140,6 @@ class Reduction:
         group: ParamGroup,
         grads: Sequence[Tensor | None],
         options: ReduceOptions,
-        arena: ReductionArena | None = None,
         *,
         defer: bool = False,
     ) -> None:
@@ -151,7 +149,6 @@ class Reduction:
             group: the parameter group.
             grads: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use the parameter.
             options: the caller's options.
-            arena: allocates the buffers if their addresses must be the same in each step.
             defer: leave the reduction over replicas to a later reduction of the group.
         """
         self.group, self.factors = group, ReductionFactors.of(group, options, defer=defer)
@@ -169,48 +166,35 @@ class Reduction:
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
-        temporary: Allocate = torch.empty if arena is None else arena.allocate
-        message = group.collectives.reduce.reduce_memory or temporary  # of custom collectives, such as symmetric memory
-        self._allocate = temporary
+        message = group.collectives.reduce.reduce_memory or torch.empty  # of custom collectives, such as symmetric memory
         # (input, output) pairs of the second of two hops.
         self._scattered: list[tuple[Tensor, Tensor]] = []
         # The reduce-scatter output, (layout.shard_numel,).
-        if arena is not None and message is temporary:
-            # The next reduction overwrites the arena, but with a deferred all-reduce the sum must outlive that. So the output
-            # lies outside of the arena, in memory that the group keeps.
-            self._reduced_shard = group.reduced_shard_memory(
-                dtypes.reduce, None if self._earlier is None else self._earlier.total
-            )
-        else:
-            self._reduced_shard = message((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+        self._reduced_shard = message((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         # (reduce-scatter input, output) pairs of the packed and direct gradients; `_start_slices` makes those of slices.
         self._inputs = _pack(
             group.reduction,
             grads,
             self._reduced_shard,
             message,
-            None if arena is None else message,
+            factor=self.factors.first,
             in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
         )
         # Flattened gradients that are sliced or summed, by index of the parameter.
         self._flat_grads = _flat_gradients(group, grads) if group.reduction.has_slices_or_sums else {}
-        if self.factors.first != 1.0 and self._inputs:
-            torch._foreach_mul_([full for full, _ in self._inputs], self.factors.first)
         # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output or, in two hops, that of the second.
         numel = group.shard_layout.shard_numel
         self._sum = self._reduced_shard
         if group.scatter is not None and not self.factors.deferred:
-            self._sum = temporary((numel,), dtype=dtypes.reduce, device=device)
+            self._sum = torch.empty(numel, dtype=dtypes.reduce, device=device)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
         # that has another dtype or memory that the next reduction overwrites.
         self._flat = self._sum
         grad_dtype = group.reduction.dtype
-        overwritten = arena is not None or (message is not torch.empty and group.scatter is None)
+        # `.grad` must not use memory of a custom reduce-scatter, which the next reduction overwrites.
+        overwritten = message is not torch.empty and group.scatter is None
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
-            # `.grad` must not use kept memory or memory of a custom reduce-scatter, which the next reduction overwrites.
-            # With CPU offload this tensor is only the source of a copy to the host, so it may be memory of the arena.
-            allocate = temporary if group.storage.host else torch.empty
-            self._flat = allocate((numel,), dtype=grad_dtype, device=device)
+            self._flat = torch.empty(numel, dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
         self._host: Tensor | None = None
         if group.storage.host and not self.factors.deferred:
@@ -243,7 +227,7 @@ class Reduction:
         group, plan, messages = self.group, self.group.reduction, self._inputs
         ranks, collectives = group.layout.ranks, group.collectives.reduce
         most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
-        buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
+        buffer = torch.empty(most, dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
         started = StartedWork()
         for parts in plan.slices or ((),):  # one round without slices, which sends the packed and direct gradients
             _complete(started)  # the previous collective reads the buffer that the next copy writes
@@ -265,7 +249,7 @@ class Reduction:
         """Start the all-reduces of the summed parameters."""
         plan = self.group.reduction
         most = max(sum(part.size for part in parts) for parts in plan.sums)
-        buffer = self._allocate((most,), dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
+        buffer = torch.empty(most, dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
         # `_take_rows` writes only rows that this rank owns. The rest is padding; zeros keep norms of the flat gradient right.
         self._reduced_shard[self.group.layout.summed_offset :].zero_()
         started = StartedWork()
@@ -325,7 +309,7 @@ class Reduction:
             self._reduced_shard[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places
         ]
         # kept until the end of the collective
-        self._scattered = _pack(self.group.scatter, parts, self._sum, self._allocate, None, in_place=False)
+        self._scattered = _pack(self.group.scatter, parts, self._sum, torch.empty, factor=1.0, in_place=False)
         inputs, outputs = zip(*self._scattered)
         return self.factors.replicas.reduce_scatter(outputs, inputs, 1.0)
 
@@ -402,9 +386,12 @@ class Reduction:
         return GradCommit(self.group, self._flat, wanted, has_hooks=self.has_hooks)
 
     @property
-    def has_unused_trainable(self) -> bool:
-        """True if this rank did not use some trainable parameter, so it needs to know whether other ranks used it."""
-        return any(not used and p.requires_grad for used, p in zip(self.used, self.group.parameters))
+    def asks_others(self) -> bool:
+        """True if a trainable parameter without `.grad` was not used here: it gets one only if another rank used it."""
+        if all(self.used):
+            return False
+        parameters = zip(self.used, self.group.parameters)
+        return any(not used and p.requires_grad and p.sharded.grad is None for used, p in parameters)
 
 
 def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
@@ -482,8 +469,8 @@ def _pack(
     grads: Sequence[Tensor | None],
     total: Tensor,
     memory: Allocate,
-    kept: Allocate | None,
     *,
+    factor: float,
     in_place: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
@@ -493,8 +480,7 @@ def _pack(
         grads: unsharded gradient of each parameter, or None.
         total: the reduce-scatter output, (shard_numel,).
         memory: allocates the packed input.
-        kept: allocates the inputs to which direct gradients are copied, because the addresses of inputs must be the same in
-            each step; None to reduce direct gradients without a copy.
+        factor: scales the inputs.
         in_place: True to pack into the output, in a group of one rank that needs no collective.
 
     Returns:
@@ -529,15 +515,15 @@ def _pack(
                 parts.append(grad.contiguous())
         if parts:
             _torch.chunk_cat(parts, message.view(layout.ranks, -1))
+        if factor != 1.0:
+            message.mul_(factor)
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
     for index in plan.direct:
         place, grad = layout.offsets[index], grads[index]
-        if kept is not None:
-            full = kept((prod(place.shape),), dtype=total.dtype, device=device).view(place.shape)
-            full.zero_() if grad is None else full.copy_(grad)
-        elif grad is None:
+        if grad is None:
             full = torch.zeros(place.shape, dtype=total.dtype, device=device)
         else:
             full = grad.contiguous() if grad.dtype == total.dtype else grad.to(total.dtype).contiguous()
+            full = full if factor == 1.0 else full * factor
         messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
     return messages

@@ -27,6 +27,7 @@ from fullshard.core.recovery import Recovery
 from fullshard.core.reducer import GradientReducer
 from fullshard.core.scheduler import (
     Action,
+    PassBy,
     Reduce,
     Reshard,
     Residency,
@@ -117,6 +118,7 @@ class Runtime:
             SaveSubgroupShard: self._save_subgroup_shard,
             Reshard: Unit.free_unsharded,
             Reduce: self._reduce,
+            PassBy: self._pass_by,
         }
 
     # --- units ---
@@ -126,7 +128,6 @@ class Runtime:
         self.recovery.recover()  # a backward that raised holds its units, which may be of a model that this one replaces
         self.forget_deleted()
         self.reducer.poll()  # collectives of a deleted model may hold its memory, which this unit may need
-        self.release_kept_memory()  # that of a deleted model
         number = next(self._numbers)
         self._units[number] = unit
         weakref.finalize(unit, self._on_deleted, number)
@@ -138,11 +139,6 @@ class Runtime:
         self._kept.discard(unit)
         if self._units.pop(unit.number, None) is not None:
             self._forget(unit.number)
-
-    def release_kept_memory(self) -> None:
-        """Free the memory for reductions if no unit keeps memory any more."""
-        if self.reducer.standing_memory and not any(unit.options.keep_memory for unit in self.all_units()):
-            self.reducer.release_arena()
 
     def has_unit(self, number: int) -> bool:
         """Return True if the unit with this number is alive."""
@@ -336,13 +332,23 @@ class Runtime:
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce the gradients of a unit whose backward is done."""
-        record = unit.record
-        if record.residency is not Residency.SHARDED and not record.is_pinned:
-            unit.uninstall()
+        self._uninstall_after_backward(unit)
         for group in unit.groups:
             if group.trainable:
                 self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
         self.reducer.poll()
+
+    def _pass_by(self, unit: Unit) -> None:
+        """Log that a backward went through the unit and reduced nothing, so that a rank that reduces is found to diverge."""
+        self._uninstall_after_backward(unit)
+        self.backward.passed.add(unit.number)
+        for group in unit.groups:
+            if group.trainable:
+                group.fingerprints.log.append(group.fingerprints["backward of inputs only"])
+
+    def _uninstall_after_backward(self, unit: Unit) -> None:
+        if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
+            unit.uninstall()
 
     # --- backward ---
 
@@ -394,17 +400,15 @@ class Runtime:
         self.run(self.scheduler.after_backward())
         units = self.backward.units
         for _, unit in sorted(units.items()):
-            if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
-                unit.uninstall()
+            self._uninstall_after_backward(unit)
             unit.reduce_late()
-        self.reducer.collect(list(units.values()), self.all_units)
+        touched = [unit for number, unit in units.items() if number not in self.backward.passed]
+        if touched:  # or it reached inputs only, and ends no step
+            self.reducer.collect(touched)
 
     def commit_gradients(self) -> None:
         """Set `.grad`. Nothing can undo the backward any more."""
         self.backward.stop()
-        if self.reducer.keeps:
-            for unit in self.backward.units.values():
-                unit.show_kept_gradients()
         self.backward.units.clear()
         self.reducer.assign_grads()
 

@@ -79,6 +79,10 @@ class Reduce(Action):
     """Hand the gradients of the unsharded parameters to the reducer, which reduces or keeps them."""
 
 
+class PassBy(Action):
+    """Log a backward through the unit that reaches inputs only, so there is nothing to reduce."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """One forward of a unit, as an interval on the scheduler's clock, which ticks when any unit's forward starts or ends."""
@@ -308,6 +312,7 @@ class Scheduler:
         # The running backward: unit -> start of its earliest call whose backward has begun, until it is reduced; the ends of
         # all calls whose backward has begun; and the latest start reached so far.
         self._entered: dict[int, int] = {}
+        self._passed: set[int] = set()  # the entered units of which no parameter gets a gradient
         self._begun: set[int] = set()
         self._latest = -1
         self._has_begun_backward = False
@@ -333,6 +338,7 @@ class Scheduler:
         """
         self._records.pop(unit, None)
         self._entered.pop(unit, None)
+        self._passed.discard(unit)
         self._prefetched.pop(unit, None)
         self.running[:] = [call for call in self.running if call.unit != unit]
         self._pending = {end: call for end, call in self._pending.items() if call.unit != unit}
@@ -513,7 +519,13 @@ class Scheduler:
             self._records[call.unit].live_graphs -= 1
 
     def before_backward(
-        self, call: ForwardCall, *, stale: bool = False, copied_use: bool = False, again: bool = False
+        self,
+        call: ForwardCall,
+        *,
+        stale: bool = False,
+        copied_use: bool = False,
+        again: bool = False,
+        collects: bool = True,
     ) -> list[Action]:
         """Reduce the units whose backward is done, unshard this one, and prefetch the next.
 
@@ -522,6 +534,7 @@ class Scheduler:
             stale: the shards changed since the unit was unsharded.
             copied_use: the call is from `register_copied_use`; its backward needs no parameters.
             again: the backward has create_graph=True, so the unit stays unsharded until the next backward ends.
+            collects: False if the backward reaches inputs only, so that no parameter of the unit gets a gradient.
         """
         record = self._records[call.unit]
         if not self._has_begun_backward:
@@ -529,6 +542,10 @@ class Scheduler:
         if again and not copied_use:
             record.create_graph_phase = self._phase
         actions = self._reduce_done(beyond=call.end)
+        if collects:
+            self._passed.discard(call.unit)
+        elif call.unit not in self._entered:
+            self._passed.add(call.unit)
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
         self._begun.add(call.end)
@@ -614,7 +631,8 @@ class Scheduler:
                 del self._entered[unit]
                 if not record.stays_after_backward:
                     actions += self._reshard(record)  # first, so that the reduction can use this memory
-                actions.append(Reduce(unit))
+                actions.append(PassBy(unit) if unit in self._passed else Reduce(unit))
+                self._passed.discard(unit)
         return actions
 
     # --- pending backwards ---
@@ -829,6 +847,7 @@ class Scheduler:
     def _forget_step(self) -> None:
         self._has_begun_backward = False
         self._entered.clear()
+        self._passed.clear()
         self._begun.clear()
         self.running.clear()
         self._recomputing.clear()
@@ -845,6 +864,7 @@ __all__ = [
     "ForwardCall",
     "ForwardResult",
     "KeepAfterForward",
+    "PassBy",
     "Reduce",
     "Reshard",
     "Residency",

@@ -114,7 +114,6 @@ class ShardedParameter:
         owner: its unit and group; None before the unit is complete.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
-        exposed_grad: `local_grad` as `.grad` of the unsharded parameter, while the caller has unsharded it by hand.
         grad_dtype: dtype of `.grad`, if the caller set one.
         initial: what this rank sharded, until the first forward compares the ranks; None if nothing is compared.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
@@ -123,7 +122,6 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_exposed",
-        "exposed_grad",
         "grad_dtype",
         "initial",
         "keeps_dtype",
@@ -166,7 +164,6 @@ class ShardedParameter:
         self.spec = sharding.spec(original.dtype)
         self.unsharded: nn.Parameter | None = None
         self.local_grad: Tensor | None = None
-        self.exposed_grad: Tensor | None = None
         self.write_count = 0
         self.initial: InitialValues | None = None
         self.owner: Owner | None = None
@@ -240,14 +237,13 @@ class ShardedParameter:
         if self.initial is not None and unwritten:  # a group that is built again writes nothing
             self.initial.version = self.version
 
-    def has_new_grad_dtype(self, source: Tensor) -> bool:
-        """Return True if the caller set another `grad_dtype` on `source`: the sharded parameter, or one that replaces it."""
-        found = GradDtype(*_torch.grad_dtype_of(source))
-        return found.explicit and found != self.grad_dtype
-
-    def adopt_grad_dtype(self, source: Tensor) -> None:
-        """Take over the `grad_dtype` that the caller set on `source`. The unit must create its groups anew."""
-        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(source))
+    def adopt_grad_dtype(self) -> bool:
+        """Take over the `grad_dtype` that the caller set on the sharded parameter. Return True if it is a new one."""
+        found = GradDtype(*_torch.grad_dtype_of(self.sharded))
+        is_new = found.explicit and found != self.grad_dtype
+        if is_new:
+            self.grad_dtype = found
+        return is_new
 
     def wait_for_readers(self) -> None:
         """Block the host until no copy to the device reads the shard in host memory. Call this before a write."""

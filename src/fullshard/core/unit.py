@@ -284,23 +284,31 @@ class Unit:
             runtime.recovery.recover()
         first = runtime.begin_backward()
         runtime.backward.units[record.number] = self
-        for group in self.groups:
-            if group.grads.exposed:
-                group.grads.withdraw()
         if runtime.joined.waiting:
             runtime.joined.backward_reached(call)
             runtime.join_backward(beyond=call.end)
         stale = not copied_use and self.stale_in_backward(first=first)
+        collects = copied_use or runtime.backward.collects or self._collects()
         if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
             with torch.no_grad():
-                runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use, again=True))
+                actions = scheduler.before_backward(call, stale=stale, copied_use=copied_use, again=True, collects=collects)
+                runtime.run(actions)
             if not copied_use:
                 hook_late_grads(self)
         else:
-            runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use))
+            runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use, collects=collects))
         if record.residency is Residency.FULL:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
                 group.install()
+
+    def _collects(self) -> bool:
+        """Return False if the running backward reaches inputs only, as far as this unit can tell."""
+        unsharded = [parameter.unsharded for parameter in self.parameters]
+        leaves = [full for full in unsharded if full is not None and full.requires_grad]
+        if not leaves:
+            return False
+        found = self.runtime.backward.collects = _torch.accumulates_into(leaves)
+        return found
 
     def late_backward(self) -> None:
         """Enter a backward in which a gradient arrived although no hook on an output of the unit ran."""
@@ -314,6 +322,7 @@ class Unit:
         for group in self.groups:
             grads = group.take_gradients()
             if grads is not None:
+                self.runtime.backward.passed.discard(self.number)
                 self.runtime.reducer.reduce(self, group, grads)
 
     # --- the parameters on its modules ---
@@ -332,12 +341,6 @@ class Unit:
             if group.installed:
                 group.uninstall()
             group.free_unsharded()
-
-    def show_kept_gradients(self) -> None:
-        """Show unreduced gradients as `.grad` of unsharded parameters that are on the modules."""
-        for group in self.groups:
-            if group.installed:
-                group.grads.expose()
 
     def expose(self) -> None:
         """Record the versions of the unsharded parameters, which the user holds from now on."""
@@ -421,25 +424,16 @@ class Unit:
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(self.parameters, values)
         )
-        assigned = [(parameter, slot.content) for parameter in self.parameters for slot in parameter.slots]
-        changed = [
-            (parameter, value)
-            for parameter, value in assigned
-            if value is not None and value is not parameter.unsharded and parameter.has_new_grad_dtype(value)
-        ]
-        fits = fits and not changed
         if not fits and (_torch.current_graph_task() != -1 or self.runtime.scheduler.awaits_backward(self.number)):
             raise StateError(
-                f"The parameters of unit '{self.name}' changed dtype, device or grad_dtype between its forward and its "
+                f"The parameters of unit '{self.name}' changed dtype or device between its forward and its "
                 "backward. Change them back, and run the backward first or delete the outputs of the forward."
             )
         if not fits:
-            self.check_delivered(doing="a change of dtype, device or grad_dtype")
+            self.check_delivered(doing="a change of dtype or device")
         grads = gradients_of_assigned(self.parameters)
         for parameter in self.parameters:
             parameter.restore_sharded()
-        for parameter, value in changed:
-            parameter.adopt_grad_dtype(value)
         if fits:
             # Groups do not change with requires_grad: what is communicated must not depend on the state of one rank.
             found = dict(zip(map(id, self.parameters), values))
@@ -469,7 +463,6 @@ class Unit:
         for group in self.groups:
             group.install()
         self.expose()
-        self.show_kept_gradients()
 
     def enter_resident(self) -> None:
         """Keep the unit unsharded through forwards and backwards, until `record.leave_resident` is called as often as this."""
@@ -536,7 +529,7 @@ class Unit:
     def finish_reductions(self) -> None:
         """Wait for the reductions in flight and set `.grad`, for a caller that runs backward piece by piece."""
         with torch.no_grad():
-            self.runtime.reducer.collect([self], self.runtime.all_units)
+            self.runtime.reducer.collect([self])
             self.runtime.reducer.assign_grads()
 
     # --- what is legal now ---
@@ -695,13 +688,12 @@ class Unit:
         self._update_record()
 
     def keep_memory(self, keep: bool) -> None:
-        """Keep the memory of unsharded parameters and messages when they are freed, or free it from now on."""
+        """Keep the memory of unsharded parameters when they are freed, or free it from now on."""
         self.configure(keep_memory=keep)
         for group in self.groups:
             group.keep_memory(keep)
             if not keep and self.residency is Residency.SHARDED:
                 group.free_unsharded()
-        self.runtime.release_kept_memory()
 
     def _storage(self, direct_min_bytes: float) -> Storage:
         """Return where a group's memory is. `direct_min_bytes`: of its collectives."""
@@ -724,17 +716,15 @@ class Unit:
         )
 
     def decide_gathers(self) -> None:
-        """Build the groups again if the user changed, since they were built, how a parameter is all-gathered or reduced.
+        """Build the groups again if the user changed, between that and the first forward, how a parameter is sent or reduced.
 
         That is by all-gather hooks on the parameter, or its `grad_dtype`. Raises StateError for a parameter that cannot be
         all-gathered.
         """
         for parameter in self.parameters:
             check_extension(parameter)
-        changed = [parameter for parameter in self.parameters if parameter.has_new_grad_dtype(parameter.sharded)]
-        for parameter in changed:
-            parameter.adopt_grad_dtype(parameter.sharded)
-        if changed or any(
+        changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]
+        if any(changed) or any(
             needs_own_group(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])

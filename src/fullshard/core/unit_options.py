@@ -40,7 +40,7 @@ class UnitOptions:
     reduce_scatter: ReduceScatter | None = None
     memory: Allocate | None = None  # allocates the memory of messages
 
-    # Keep the memory of unsharded parameters and messages at its address. `Unit.keep_memory` changes it.
+    # Keep the memory of unsharded parameters at its address. `Unit.keep_memory` changes it.
     keep_memory: bool = False
 
     # Fixed: read when the module is sharded, and in the first forward.

@@ -224,8 +224,8 @@ def explain(
             that it reads from a tensor. The result is a value, or a function of the arguments.
         engine: "fullshard", or "fsdp2" to simulate the copies and buffers of torch's FSDP2.
         expandable_segments: True if the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
-        keep_unsharded_storage: as `FSDPModule.set_keep_unsharded_storage` of the whole model: unsharded parameters and
-            communication buffers stay in memory.
+        keep_unsharded_storage: as `FSDPModule.set_keep_unsharded_storage` of the whole model: the buffers of all-gathers
+            stay in memory.
         price: price of an hour of one GPU, in any currency.
 
     Returns:

@@ -33,7 +33,7 @@ class GroupPlan:
     accelerator: bool  # True for the kernels of an accelerator, False for those of the CPU
     gloo: bool  # True if collectives run on gloo, which reduces in memory of its own
     in_flight: int  # maximum number of reductions in flight
-    keep: bool = False  # True if unsharded parameters and collective buffers stay allocated
+    keep: bool = False  # True if the buffers of all-gathers stay allocated
     over_replicas: GroupLayout | None = None  # of the all-gather's first hop, over replicas; None with one hop
     scatter: ReductionLayout | None = None  # the reduction's second hop, over replicas; None with one hop
     sums_over_shards: bool = False  # True if only the last microbatch reduces over replicas
@@ -57,6 +57,11 @@ class GroupPlan:
     def shard_nbytes(self) -> int:
         """Bytes of the flat shard."""
         return self.shard_layout.shard_numel * self.dtypes.storage.itemsize
+
+    @property
+    def scales_inputs(self) -> bool:
+        """True if gradients are scaled before they are reduced, as `ReductionFactors` does with float16."""
+        return self.dtypes.reduce is torch.float16 and self.layout.ranks * (self.replicas if self.replicated else 1) > 1
 
     def staging_nbytes(self, layout: GroupLayout) -> int:
         """Return the bytes of the packed output of one hop."""
@@ -97,7 +102,6 @@ class SimulatedGroup:
         self._staging: list[int] = []
         self._subgroup_shard = -1  # input of the smaller group's all-gather; -1 while its values are not current
         self._kept_subgroup_shard = -1  # its block with `GroupPlan.keep`; -1 until it is allocated
-        self._kept_reduced_shards: list[int] = []
         self.shard = self.allocate(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
     def allocate(self, nbytes: int, category: Category, pool: str = "compute") -> int:
@@ -114,16 +118,6 @@ class SimulatedGroup:
         sent = 0 if message.kind == "reduce_scatter" else message.nbytes
         blocks = [self.allocate(received, "staging"), self.allocate(sent, "staging")]
         return StartedWork(then=lambda: self.ledger.free_all(blocks), unpollable=True)
-
-    def reduced_shard(self, nbytes: int, earlier: SimulatedReduction | None) -> int:
-        """Allocate a reduce-scatter output, or return a kept one that does not hold the sum of an earlier reduction."""
-        if not self.plan.keep:
-            return self.allocate(nbytes, "gradients")
-        for block in self._kept_reduced_shards:
-            if earlier is None or block != earlier.reduced_shard:
-                return block
-        self._kept_reduced_shards.append(self.allocate(nbytes, "staging"))
-        return self._kept_reduced_shards[-1]
 
     # --- all-gather ---
 
@@ -277,12 +271,10 @@ class SimulatedReduction:
         self._earlier, group.deferred = group.deferred, self if self.deferred else None
         self.used = self.used or (self._earlier is not None and self._earlier.used)
         itemsize, shard = plan.dtypes.reduce.itemsize, plan.shard_layout.shard_numel
-        self.reduced_shard = group.reduced_shard(plan.layout.shard_numel * itemsize, self._earlier)
+        self.reduced_shard = group.allocate(plan.layout.shard_numel * itemsize, "gradients")
         packed = plan.reduction.packed
         self._held: list[int] = []  # inputs of the reduce-scatter, freed when it completes
-        if plan.keep:
-            self._reserve_arena(dtype)
-        elif packed is not None and plan.layout.ranks > 1:  # one rank packs straight into the output
+        if packed is not None and plan.layout.ranks > 1:  # one rank packs straight into the output
             self._held.append(group.allocate(plan.layout.ranks * packed.size * itemsize, "staging"))
         fillers = [] if packed is None else self._allocate_fillers(grads, dtype)
         if packed is not None and not plan.accelerator:
@@ -293,41 +285,24 @@ class SimulatedReduction:
         for index in plan.reduction.direct:
             grad = grads[index]
             self._sizes.append(group.numel(index))
-            if not plan.keep:
-                self._held.append(group.allocate(group.numel(index) * dtype.itemsize, "staging") if grad is None else grad)
+            if grad is None or plan.scales_inputs:
+                grad = group.allocate(group.numel(index) * dtype.itemsize, "staging")
+            self._held.append(grad)
         group.ledger.free_all(fillers)
         sliced = {part.parameter for message in (*plan.reduction.slices, *plan.reduction.sums) for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
-        # With `keep`, direct gradients are copied into the arena.
-        sent = sliced if plan.keep else {*plan.reduction.direct, *sliced}
+        sent = sliced if plan.scales_inputs else {*plan.reduction.direct, *sliced}
         self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
         self._sum = self.reduced_shard  # over all ranks
-        if plan.scatter is not None and not self.deferred and not plan.keep:
+        if plan.scatter is not None and not self.deferred:
             self._sum = group.allocate(shard * itemsize, "gradients")
         self._flat = self._sum  # gradients of the shards
         self._host = -1
         if self.deferred:
             return
-        if plan.dtypes.reduced != plan.dtypes.reduce or plan.keep:
-            nbytes = shard * plan.dtypes.reduced.itemsize
-            # With `keep` and offload, it lies in the arena (`_reserve_arena`), as the source of the copy to the host.
-            self._flat = -1 if plan.keep and plan.host else group.allocate(nbytes, "gradients")
+        if plan.dtypes.reduced != plan.dtypes.reduce:
+            self._flat = group.allocate(shard * plan.dtypes.reduced.itemsize, "gradients")
         self._host = group.allocate(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
-
-    def _reserve_arena(self, dtype: torch.dtype) -> None:
-        """Reserve memory for all inputs of the reduction. The arena is as large as the model's largest reduction."""
-        plan, itemsize, ranks = self.plan, self.plan.dtypes.reduce.itemsize, self.plan.layout.ranks
-        packed = plan.reduction.packed
-        of_slices = max((ranks * sum(part.size for part in parts) for parts in plan.reduction.slices), default=0)
-        of_sums = max((sum(part.size for part in parts) for parts in plan.reduction.sums), default=0)
-        sizes = [0 if packed is None or ranks == 1 else ranks * packed.size * itemsize]
-        sizes += [of_slices * itemsize, of_sums * itemsize]
-        sizes += [self.group.numel(index) * dtype.itemsize for index in plan.reduction.direct]
-        if plan.over_replicas is not None and not self.deferred:
-            sizes += [plan.over_replicas.shard_numel * itemsize, self._scattered_nbytes()]
-        if plan.host and not self.deferred:
-            sizes.append(plan.shard_layout.shard_numel * plan.dtypes.reduced.itemsize)
-        self.group.ledger.reserve(sum(-(-size // 512) * 512 for size in sizes), plan.unit)
 
     def _allocate_fillers(self, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
         """Allocate zeros for gaps and missing gradients in the packed input, and copies of permuted gradients."""
@@ -368,7 +343,7 @@ class SimulatedReduction:
         if not slices and not sums:
             return self._reduce_scatter(sizes)
         most = max((ranks * sum(part.size for part in parts) for parts in slices), default=0)
-        buffer = -1 if plan.keep else group.allocate(most * itemsize, "staging", "reduce")
+        buffer = group.allocate(most * itemsize, "staging", "reduce")
         group.copy(ranks * sum(part.size for parts in slices for part in parts) * (plan.dtypes.compute.itemsize + itemsize))
         started = StartedWork()
         for parts in slices or ((),):
@@ -383,7 +358,7 @@ class SimulatedReduction:
     def _start_all_reduces(self, sums: Sequence[Sequence[Slice]]) -> StartedWork:
         plan, group, itemsize = self.plan, self.group, self.plan.dtypes.reduce.itemsize
         most = max(sum(part.size for part in parts) for parts in sums)
-        buffer = -1 if plan.keep else group.allocate(most * itemsize, "staging", "reduce")
+        buffer = group.allocate(most * itemsize, "staging", "reduce")
         started = StartedWork()
         for parts in sums:
             nbytes = sum(part.size for part in parts) * itemsize
@@ -416,7 +391,7 @@ class SimulatedReduction:
     def _scatter(self, scatter: ReductionLayout) -> StartedWork:
         plan, group, layout = self.plan, self.group, self.plan.shard_layout
         dtype = plan.dtypes.reduce
-        packed = -1 if plan.keep else group.allocate(self._scattered_nbytes(), "staging", "replicate")
+        packed = group.allocate(self._scattered_nbytes(), "staging", "replicate")
         group.copy(2 * self._scattered_nbytes())
         segments = () if scatter.packed is None else scatter.packed.segments
         permuted = [
@@ -453,7 +428,7 @@ class SimulatedReduction:
         for block in self._sliced:
             self.group.ledger.free(block)
         self._held, self._sliced = [], []
-        if self._earlier is not None and not self.plan.keep:
+        if self._earlier is not None:
             self.group.ledger.free(self._earlier.reduced_shard)
         self._earlier = None
         if not self.has_second_step:
@@ -464,7 +439,7 @@ class SimulatedReduction:
         if self.deferred:
             return
         for block in dict.fromkeys((self.reduced_shard, self._sum)):
-            if block != self._flat and not self.plan.keep:
+            if block != self._flat:
                 self.group.ledger.free(block)
         self.reduced_shard = self._sum = self._flat
 

@@ -41,7 +41,6 @@ class Ledger:
         self.changes: list[Change] = []
         self.level = self.peak = 0
         self.peak_after = 0
-        self._reserved = -1, 0  # (block, bytes) of the arena for collective buffers
         self._shared: Counter[int] = Counter()  # by block: extra owners
 
     def allocate(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:
@@ -55,12 +54,6 @@ class Ledger:
             if self.level > self.peak:
                 self.peak, self.peak_after = self.level, block + 1
         return block
-
-    def reserve(self, nbytes: int, unit: str) -> None:
-        """Grow the arena for collective buffers to at least `nbytes`. The arena is one block that stays allocated."""
-        if nbytes > self._reserved[1]:
-            self.free(self._reserved[0])
-            self._reserved = self.allocate(nbytes, "staging", unit), nbytes
 
     def share(self, block: int) -> int:
         """Add an owner to a block: `free` must be called once more. Return the block."""

@@ -136,7 +136,7 @@ class _Recorder:
             self._peaks = (self._state_bytes + new,) * 2
         elif self._counts_next_step:
             units = units_of(self._model, True)
-            standing = sum(unit.standing_memory for unit in units) + units[0].runtime.reducer.standing_memory
+            standing = sum(unit.standing_memory for unit in units)
             self._counts_next_step = False
             self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + standing
             self._watch = AllocationWatch()

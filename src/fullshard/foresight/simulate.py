@@ -91,7 +91,7 @@ class Setting:
         optimizer: the optimizer's step over the local shards, by parts: those on the device and those in host memory. Empty
             to skip it.
         engine: "fullshard", or "fsdp2" to simulate the memory and collectives of torch's FSDP2 for comparison.
-        keep_unsharded_storage: True to keep the storages of unsharded parameters and collective buffers allocated.
+        keep_unsharded_storage: True to keep the buffers of all-gathers allocated.
         tensor_parallel: the size of the tensor-parallel mesh dim, whose ranks are adjacent.
         dims: the sharded tensor dim by parameter name, for parameters not sharded on dim 0.
 
@@ -520,9 +520,6 @@ class _Simulator:
         """Start the reduction of a group's gradients, or accumulate them if this backward does not reduce."""
         if not self._sync or (unit.record.options.states.keeps_gradients and not self._last):
             return self.ledger.free_all(group.accumulate(grads))
-        if group.plan.keep:  # all reductions share one buffer, so the previous one must be complete
-            self._in_flight.drain()
-            self._replicating.drain()
         self._in_flight.make_room(group.plan.in_flight)
         merged = group.merge(grads)
         defer = group.plan.sums_over_shards and not self._last

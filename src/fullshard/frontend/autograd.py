@@ -80,6 +80,8 @@ def grad(
     without = [tensor for tensor in every if tensor.grad is None]
     for tensor in listed:
         tensor.grad = None
+    for runtime in runtimes:
+        runtime.backward.collects = True  # also on a rank whose graph has none of these parameters
     try:
         with _torch.without_post_grad_hooks(listed):  # as for torch.autograd.grad: nothing is accumulated
             torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=leaves)  # type: ignore[arg-type]
@@ -91,6 +93,8 @@ def grad(
                     "unsharded by hand, and nothing reduces that gradient. Compute with the tensors of fullshard.gathered()."
                 )
     finally:
+        for runtime in runtimes:
+            runtime.backward.collects = False
         for one, had in zip(unsharded, before_unsharded):
             one.grad = had
         for tensor in without:  # without a heartbeat, unused parameters of a unit have got zeros

@@ -278,11 +278,10 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Keep the storage of unsharded parameters and of communication buffers, so that addresses are equal in every step.
+        """Keep the storage of unsharded parameters, so that their addresses are equal in every step.
 
-        `reshard()` then frees no memory. The cost is the memory of all unsharded parameters, plus one more copy of the largest
-        reduce-scatter input. Parameters are all-gathered as often as before. From the third step on no address changes,
-        except in memory of custom collectives and of tensor subclasses. Reductions run one at a time.
+        `reshard()` then frees no memory. The cost is the memory of all unsharded parameters and of the packed buffers of their
+        all-gathers. Parameters are all-gathered as often as before.
 
         Args:
             keep: True keeps the storage; False frees it at the next reshard.
@@ -817,8 +816,7 @@ def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
     """Detach and return gradients with an explicit grad dtype, which a cast of the module would cast as well."""
     taken: list[tuple[ShardedParameter, Any]] = []
     for parameter in unit.parameters:
-        if parameter.has_new_grad_dtype(parameter.sharded):
-            parameter.adopt_grad_dtype(parameter.sharded)
+        if parameter.adopt_grad_dtype():
             unit.checks.gathers = True
         gradient = parameter.sharded.grad
         if parameter.grad_dtype.explicit and isinstance(gradient, DTensor):

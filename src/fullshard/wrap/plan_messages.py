@@ -155,6 +155,8 @@ def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitM
     slices = max((sum(part.size for part in message) * ranks for message in reduction.slices), default=0)
     sums = max((sum(part.size for part in message) for message in reduction.sums), default=0)
     reduce_staging = (0 if reduction.packed is None else reduction.packed.size * ranks) + slices + sums
+    if dtypes.reduce is torch.float16 and ranks > 1:  # direct gradients are copied, to be divided before the sum
+        reduce_staging += ranks * sum(layout.offsets[index].size for index in reduction.direct)
     return UnitMessages(
         gathered=bool(layout.buckets) + bool(layout.summed),
         full=layout.unsharded_numel * itemsize,
