@@ -439,10 +439,9 @@ class CommPolicy:
         direct_min_bytes: minimum bytes of a parameter's chunk per rank, in the smaller of its storage and compute dtypes, for a
             direct all-gather, which needs no copy. Smaller parameters share one packed collective. `float("inf")` packs
             everything; 0 packs only parameters that cannot be all-gathered directly. None uses the value for the backend
-            (measured for gloo, estimated for nccl) and applies three more rules: the 16 largest parameters of a group are
-            direct if they have at least 8 MiB over all ranks and 4 KiB per rank; further parameters of at least 1 MiB are
-            direct while more than 32 MiB and a tenth of the group would be packed; and parameters with so few rows that their
-            chunks would be mostly padding are unsharded by an all-reduce.
+            (measured for gloo, estimated for nccl) and applies two more rules: the 16 largest parameters of a group are
+            direct if they have at least 8 MiB over all ranks and 4 KiB per rank; and further parameters of at least 1 MiB are
+            direct while more than 32 MiB and a tenth of the group would be packed.
         reductions_in_flight: number of groups whose gradients may be in flight before backward waits for the oldest, at
             least 1.
         prefetch_bytes: while this unit computes, prefetch the units that the schedule expects next, as long as all prefetched

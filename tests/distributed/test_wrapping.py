@@ -7,7 +7,6 @@ import functools
 import itertools
 import warnings
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard import CommPolicy, MixedPrecisionPolicy, fully_shard, plan_model, shard_model, wrap
-from fullshard.core import layout, unit_of, units_of
+from fullshard.core import unit_of, units_of
 from fullshard.wrap.plan import ModelSummary, Plan, PlannedUnit
 from fullshard.wrap.whole_model import _chosen_by_function
 
@@ -501,7 +500,7 @@ def test_a_model_with_units_is_refused_and_nothing_changes_when_options_are_wron
     model = Stack(depth=2)
     assert_expected_inline(
         refusal(lambda: shard_model(model, world.mesh, reshard=True)),
-        """TypeError: fully_shard() has no option 'reshard'. Expected one of ['buffers', 'check_policy', 'comm_policy', 'dp_mesh_dims', 'mp_policy', 'offload_policy', 'reshard_after_forward', 'shard_placement_fn', 'states', 'sync'].""",
+        """TypeError: fully_shard() has no option 'reshard'. Expected one of ['check_policy', 'comm_policy', 'dp_mesh_dims', 'mp_policy', 'offload_policy', 'reshard_after_forward', 'shard_placement_fn', 'states', 'sync'].""",
     )
     plan = plan_model(model)
     plan.set("", reshard_after_forward="no")  # found before blocks are sharded
@@ -710,8 +709,6 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("low", [False, True])
 @ranks(2)
-@mock.patch.object(layout, "LEAST_PADDING", 1024)
-@mock.patch.object(layout, "FEW_BYTES", 1024)
 def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) -> None:
     model = Wide()
     mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
@@ -720,7 +717,7 @@ def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) 
     shard_model(model, world.mesh, policy=plan, mp_policy=mp, comm_policy=CommPolicy(collectives=in_order))
     with fullshard.counting(model) as messages:
         out = model(torch.randn(2, 2048))
-    forward = [message for message in messages if message.kind != "heartbeat" and message.ranks > 1]
+    forward = [message for message in messages if message.kind == "all_gather"]
     with fullshard.counting(model) as messages:
         out.sum().backward()
     sums = [m for m in messages if m.kind in ("reduce_scatter", "all_reduce") and m.ranks > 1]
@@ -730,12 +727,19 @@ def test_a_plan_tells_the_messages_that_training_sends(world: World, low: bool) 
     assert sum(one.gathered for _, one in told) == len(forward)
     assert sum(one.reduced for _, one in told) == len(reductions)
     assert sum(one.full for _, one in told) == sum(group.unsharded_nbytes for group in groups)
-    assert sum(one.summed for _, one in told) == sum(m.nbytes for m in forward if m.kind == "all_reduce") > 0
+    real = sum(group.dtypes.compute.itemsize * p.shape.numel() for group in groups for p in group.parameters)
+    assert sum(one.full - one.padding for _, one in told) == real
     direct = sum(one.direct for _, one in told)
     sent = sum(m.nbytes for m in forward if m.kind == "all_gather")
     assert direct + sum(one.gather_staging for _, one in told) == sent and direct >= 3 * 2048 * 1024 * (2 if low else 4)
     assert sum(one.kept for _, one in told) == 4 * sum(entry.numel for entry in plan.outline.parameters)
     assert str(told).splitlines()[-1].startswith("on 2 ranks parameters are direct from 256.0 KiB per rank or 8.0 MiB in all")
+
+
+def test_a_plan_remarks_on_units_of_few_rows() -> None:
+    plan = plan_model(nn.Sequential(nn.Linear(1 << 18, 3), nn.Linear(3, 3)))
+    remark = "parameters of '(model)' have few rows: shard another dim with shard_placement_fn"
+    assert str(plan.messages(8)).endswith(remark) and remark not in str(plan.messages(3))
 
 
 def test_messages_of_a_plan_refuse_what_is_no_number_of_ranks() -> None:

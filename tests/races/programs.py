@@ -59,7 +59,7 @@ class Program:
     in hooks, or on a stream of its own with an event.
     memory: messages in memory of the group.
     offload: none, pageable, pinned.
-    small: staging is so small that gradients go in slices, and parameters of few rows are summed.
+    small: staging is so small that gradients go in slices.
     keep: memory of full parameters and messages stays.
     away: backward runs on another stream than forward.
     finalize: none, by the caller, or "later": its handle is waited for behind a forward of another model.
@@ -136,8 +136,6 @@ NAMED = {
     "memory of the group": Program(memory=True, microbatches=2, replicas=2),
     "many in flight": Program(in_flight=3, direct=0, every=2, steps=3),
     "slices": Program(dtypes="low", direct=0, in_flight=2, small=True, wide=True),
-    "sums": Program(dtypes="low", small=True, wide=True, microbatches=2),
-    "sums, offload": Program(offload="pinned", small=True),
     "kept memory": Program(keep=True, microbatches=2, in_flight=2, steps=3, direct=0),
     "kept memory, hybrid": Program(keep=True, microbatches=2, replicas=2, defer_replicas=True, dtypes="low", hook="stream"),
     "kept memory, slices": Program(keep=True, dtypes="low", direct=0, small=True, wide=True, reshard=2),
@@ -265,9 +263,9 @@ def limits(nbytes: int | None) -> Iterator[None]:
     """A block in which staging, and messages of their own, are of so many bytes."""
     with ExitStack() as stack:
         if nbytes is not None:
-            for limit in ("MIN_MESSAGE", "LEAST_PADDING", "FEW_BYTES"):
+            for limit in ("MIN_MESSAGE", "LEAST_PADDING"):
                 stack.enter_context(mock.patch.object(layout, limit, nbytes // 4))
-            stack.enter_context(mock.patch.object(layout, "slice_limit", lambda of, kinds: nbytes))
+            stack.enter_context(mock.patch.object(layout, "slice_limit", lambda of: nbytes))
         # a matrix in each bucket
         stack.enter_context(mock.patch.object(fullshard.plan_owners, "__kwdefaults__", {"bucket_nbytes": 1}))
         yield

@@ -74,8 +74,8 @@ def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
                 torch.autograd.backward(model(torch.randn(2, tokens, 128)).float().square().mean())
                 model.zero_grad()
 
-    def scaled(nbytes: int, *, kinds: int) -> int:
-        return limit(SCALE * nbytes, kinds=kinds) // SCALE
+    def scaled(nbytes: int) -> int:
+        return limit(SCALE * nbytes) // SCALE
 
     limit = layout.slice_limit
     with mock.patch.object(FlatBuffer, "allocate", on_lane), mock.patch.object(layout, "slice_limit", scaled):

@@ -28,7 +28,6 @@ class ReductionPlan:
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed
     slices   p5, p6                        cast or uneven, if collectives run in order: slice by slice through one buffer
-    sums     p7                            few rows: all-reduced whole, slice by slice
     """
 
     layout: GroupLayout
@@ -36,7 +35,6 @@ class ReductionPlan:
     packed: list[Segment]  # segments of the packed input
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
-    sums: tuple[tuple[Slice, ...], ...]  # slices of each all-reduce
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
     computed: torch.dtype  # dtype of the zeros to send if this rank has no gradient of the group
     zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
@@ -44,7 +42,6 @@ class ReductionPlan:
     # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     keys: list[str]  # attribute of each parameter's gradient that stores this mark
-    has_slices_or_sums: bool
     dtype: torch.dtype  # dtype of `.grad`
 
     @classmethod
@@ -78,13 +75,11 @@ class ReductionPlan:
             packed=segments,
             direct=found.direct,
             slices=found.slices,
-            sums=found.sums,
             blocks=frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter)),
             computed=dtypes.compute,
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
-            has_slices_or_sums=bool(found.slices or found.sums),
             dtype=dtypes.reduced,
         )
 

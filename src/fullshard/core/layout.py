@@ -13,8 +13,7 @@ KIB, MIB = 1 << 10, 1 << 20
 # A direct parameter has a collective of its own; packed parameters share one (see `DirectRule`).
 MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a direct parameter that the default rule chooses
 MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a direct parameter that the default rule chooses
-LEAST_PADDING = 1 * MIB  # padding of fewer bytes is not worth another kind of collective
-FEW_BYTES = 1 * MIB  # packed parameters of fewer bytes over all ranks join the summed ones, if there are some
+LEAST_PADDING = 1 * MIB  # `has_few_rows` allows padding of fewer bytes
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
 MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
 MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters that may be direct
@@ -33,15 +32,9 @@ def staging_limit(nbytes: int) -> int:
     return max(32 * MIB, nbytes // 10)
 
 
-def slice_limit(nbytes: int, *, kinds: int) -> int:
-    """Return the bytes of one slice of a group's gradients of `nbytes` bytes, so that MAX_SLICES slices suffice.
-
-    Args:
-        nbytes: bytes of all gradients of the group.
-        kinds: how many kinds of collectives are sliced, 0 to 2: reduce-scatters, all-reduces. Two kinds, each with a smaller
-            last slice, may need one slice more.
-    """
-    return max(32 * MIB, _ceil_div(nbytes, MAX_SLICES + 1 - kinds))
+def slice_limit(nbytes: int) -> int:
+    """Return the bytes of one slice of a group's gradients of `nbytes` bytes, so that MAX_SLICES slices suffice."""
+    return max(32 * MIB, _ceil_div(nbytes, MAX_SLICES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +42,13 @@ class DirectRule:
     """Choose the direct parameters: each has a collective of its own, without a copy between shard and unsharded buffer.
 
     A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small. Only
-    parameters that are sharded along dim 0, in chunks of a multiple of ALIGN_BYTES, and not summed may be direct.
+    parameters that are sharded along dim 0, in chunks of a multiple of ALIGN_BYTES, may be direct.
 
     With `automatic`, parameters of fewer than `min_chunk` bytes per rank are direct as well, largest first, if they have
     MIN_CHUNK bytes per rank and one of these holds:
 
     - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters that may be direct.
     - They have MIN_MESSAGE bytes over all ranks and the packed parameters would need more than `staging_limit`.
-
-    With `automatic`, a parameter whose equal chunks would be mostly padding is summed: unsharded by an all-reduce instead of an
-    all-gather (see `GroupLayout`).
 
     Attributes:
         min_chunk: bytes per rank from which every parameter that may be direct is direct; `inf` for none.
@@ -100,30 +90,19 @@ class DirectRule:
                 packed -= message
         return direct
 
-    def is_summed(self, nbytes: int, padded: int) -> bool:
-        """Return True if a parameter is to be summed.
-
-        Args:
-            nbytes: bytes of the parameter.
-            padded: its bytes when divided into equal chunks for all ranks.
-        """
-        return self.automatic and is_mostly_padding(nbytes, padded)
-
-
-def is_mostly_padding(nbytes: int, padded: int) -> bool:
-    """Return True if at least half of a parameter's equal chunks is padding, and at least LEAST_PADDING bytes.
-
-    Args:
-        nbytes: bytes of the parameter.
-        padded: its bytes in equal chunks for all ranks.
-    """
-    return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING
-
 
 def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
-    """Return True if a parameter that is sharded along `dim` over `ranks` ranks is mostly padding."""
+    """Return True if at least half of a parameter's equal chunks would be padding, and at least LEAST_PADDING bytes.
+
+    Args:
+        shape: shape of the parameter.
+        dim: the dim along which it is sharded over `ranks` ranks.
+        itemsize: bytes of an element.
+        ranks: number of ranks.
+    """
     rows, nbytes = shape[dim], prod(shape) * itemsize
-    return rows > 0 and is_mostly_padding(nbytes, _ceil_div(rows, ranks) * ranks * (nbytes // rows))
+    padded = _ceil_div(rows, ranks) * ranks * (nbytes // rows) if rows else 0
+    return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +147,6 @@ class ParamOffsets:
 
         flat shard        ...[offset, offset + size)...                              the chunk, padding included
         unsharded buffer  ...[unsharded_offset, unsharded_offset + ranks * size)...  the parameter is in front
-                          ...[unsharded_offset, unsharded_offset + numel)...         of a summed parameter
 
     If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise they are not: the parameter is `permuted`.
     It is packed, and each rank's block is copied to its place along `dim` after an all-gather, and from it before a reduction.
@@ -255,7 +233,7 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class ReductionLayout:
-    """Collectives that reduce the gradients of a group. Each parameter with elements is in exactly one of the four fields."""
+    """Collectives that reduce the gradients of a group. Each parameter with elements is in exactly one of the fields."""
 
     # the packed gradients, in one reduce-scatter; None if there are none
     packed: Bucket | None
@@ -263,13 +241,11 @@ class ReductionLayout:
     direct: tuple[int, ...]
     # direct parameters that are uneven or whose gradients are cast: for each reduce-scatter, the slices of their chunks
     slices: tuple[tuple[Slice, ...], ...]
-    # summed parameters: for each all-reduce, the slices of their gradients
-    sums: tuple[tuple[Slice, ...], ...]
 
     @property
     def messages(self) -> int:
         """Number of collective calls. The first slice shares its call with the packed and the direct gradients."""
-        return max(len(self.slices), int(self.packed is not None or bool(self.direct))) + len(self.sums)
+        return max(len(self.slices), int(self.packed is not None or bool(self.direct)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +261,6 @@ class GroupLayout:
 
         reduce-scatter   | one packed message      | in slices     | direct      |   gradients already in the reduce dtype
         reduce-scatter   | one packed message      | in slices                   |   gradients that are cast
-
-    The shards of summed parameters follow in the flat shard. A summed parameter is unsharded by an all-reduce, to which each
-    rank contributes its rows and zeros elsewhere, and its gradient is all-reduced whole. It has so few rows that equal chunks
-    would be mostly padding; if a group has such a parameter and few other bytes, these are summed as well.
     """
 
     ranks: int
@@ -296,19 +268,10 @@ class GroupLayout:
     buckets: tuple[Bucket, ...]
     shard_numel: int  # elements of the flat shard
     unsharded_numel: int  # elements of the unsharded buffer
-    summed: tuple[int, ...]  # indices of the summed parameters
-    summed_offset: int  # start of their shards in the flat shard; shard_numel if there are none
-    summed_region: tuple[int, int]  # their start in the unsharded buffer, and their number of elements
-
-    def rows_of(self, index: int, rank: int) -> slice:
-        """Return the elements of an unsharded parameter that belong to `rank`. The parameter must be sharded along dim 0."""
-        place = self.offsets[index]
-        numel = prod(place.shape)
-        return slice(min(numel, rank * place.size), min(numel, (rank + 1) * place.size))
 
     @property
     def packed(self) -> Bucket | None:
-        """The bucket of the parameters that share a collective; None if all parameters are direct or summed."""
+        """The bucket of the parameters that share a collective; None if all parameters are direct."""
         return next((bucket for bucket in self.buckets if not bucket.direct), None)
 
     def is_even(self, index: int) -> bool:
@@ -324,9 +287,9 @@ class GroupLayout:
         """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.
 
         The first hop gathers the flat shards of `outer` ranks: its unsharded buffer is the flat shard of the second hop, which
-        gathers over `inner` ranks. No parameter may be summed. `rank`: this rank among the inner ones.
+        gathers over `inner` ranks. `rank`: this rank among the inner ones.
         """
-        assert not self.summed and inner * outer == self.ranks
+        assert inner * outer == self.ranks
 
         def gathered(place: ParamOffsets) -> tuple[int, ...]:
             """Return the shape of a parameter in the output of the first hop."""
@@ -354,9 +317,6 @@ class GroupLayout:
             buckets=tuple(map(moved, self.buckets)),
             shard_numel=self.shard_numel,
             unsharded_numel=outer * self.shard_numel,
-            summed=(),
-            summed_offset=self.shard_numel,
-            summed_region=(outer * self.shard_numel, 0),
         )
         second = replace(
             self,
@@ -364,7 +324,6 @@ class GroupLayout:
             offsets=tuple(replace(place, offset=place.offset * outer, size=place.size * outer) for place in self.offsets),
             buckets=tuple(map(scaled, self.buckets)),
             shard_numel=outer * self.shard_numel,
-            summed_offset=outer * self.summed_offset,
         )
         return first, second
 
@@ -379,18 +338,15 @@ class GroupLayout:
         candidates = [index for index, place in enumerate(self.offsets) if place.direct]
         unpacked = candidates if in_order else [index for index in candidates if as_is and self.is_even(index)]
         # direct parameters follow the packed ones in the flat shard, the even ones last, so the packed part is a prefix
-        stop = min((self.offsets[index].offset for index in unpacked), default=self.summed_offset)
+        stop = min((self.offsets[index].offset for index in unpacked), default=self.shard_numel)
         segments = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.segments)
         direct = tuple(index for index in unpacked if as_is and self.is_even(index))
         sliced = [(index, self.offsets[index].size) for index in unpacked if index not in direct]
-        summed = [(index, prod(self.offsets[index].shape)) for index in self.summed]
-        limit = slice_limit(self.unsharded_numel * itemsize, kinds=bool(sliced) + bool(summed)) // itemsize
+        limit = slice_limit(self.unsharded_numel * itemsize) // itemsize
         return ReductionLayout(
             packed=Bucket(False, 0, stop, segments) if stop else None,
             direct=direct,
             slices=slices(sliced, ranks=self.ranks, limit=limit),
-            # Without an order of collectives a second slice could not reuse the buffer of the first, so there is one message.
-            sums=slices(summed, ranks=1, limit=limit if in_order else max(1, self.summed_region[1])),
         )
 
 
@@ -412,7 +368,7 @@ def plan_layout(
         itemsize: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
         direct: rule that chooses the direct parameters.
         outer: number of neighbouring ranks whose chunks a first hop gathers (`GroupLayout.in_two_hops`). The rule then
-            applies to the second hop, and no parameter is summed.
+            applies to the second hop.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel
@@ -422,50 +378,31 @@ def plan_layout(
     dims = [0] * len(shapes) if dims is None else dims
     chunks = [_ceil_div(shape[dim], ranks) * prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims)]
 
-    summed = tuple(
-        index
-        for index, (shape, dim) in enumerate(zip(shapes, dims))
-        if dim == 0 and outer == 1 and direct.is_summed(prod(shape) * itemsize, ranks * chunks[index] * itemsize)
-    )
-    eligible = [dim == 0 and index not in summed for index, dim in enumerate(dims)]
-    per_rank = [0 if index in summed else outer * chunk * itemsize for index, chunk in enumerate(chunks)]  # bytes
-    chosen = direct.choose(per_rank, eligible, ranks // outer)
+    per_rank = [outer * chunk * itemsize for chunk in chunks]  # bytes
+    chosen = direct.choose(per_rank, [dim == 0 for dim in dims], ranks // outer)
     chosen = {index for index in chosen if chunks[index] * itemsize % ALIGN_BYTES == 0}  # in the first hop as well
-    rest = [index for index in range(len(shapes)) if index not in summed and index not in chosen]
-    few = 0 < ranks * itemsize * sum(chunks[index] for index in rest) < FEW_BYTES
-    if summed and not chosen and few and all(dims[index] == 0 for index in rest):
-        summed += tuple(rest)  # saves an all-gather of few bytes
 
     def is_even(index: int) -> bool:
         return chunks[index] * ranks == prod(shapes[index])
 
     # packed parameters first, then direct ones with even chunks last: `reduction` packs a prefix of the flat shard
-    order = sorted(set(range(len(shapes))) - set(summed))
-    order.sort(key=lambda i: (i in chosen, dims[i] != 0, i in chosen and is_even(i)))
+    order = sorted(range(len(shapes)), key=lambda i: (i in chosen, dims[i] != 0, i in chosen and is_even(i)))
     offsets: list[ParamOffsets | None] = [None] * len(shapes)
     packed: list[Segment] = []
     direct_buckets: list[Bucket] = []
-    offset = region = 0  # the next free element of the flat shard and of the unsharded buffer
+    offset = 0  # the next free element of the flat shard
     for index in order:
         size = chunks[index]
-        offsets[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, region, index in chosen)
-        segment, gap = Segment(index, size, region), -size % align
+        offsets[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, ranks * offset, index in chosen)
+        segment, gap = Segment(index, size, ranks * offset), -size % align
         if index in chosen:
             direct_buckets.append(Bucket(True, offset, size, (segment,)))
         else:
             packed.append(segment)
-        offset, region = offset + size, region + ranks * size
+        offset += size
         if gap:  # never after a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
-            packed.append(Segment(-1, gap, region))
-            offset, region = offset + gap, region + ranks * gap
-    summed_offset, summed_region = offset, region
-    for index in summed:
-        size, numel = chunks[index], prod(shapes[index])
-        offsets[index] = ParamOffsets(tuple(shapes[index]), 0, offset, size, region, False)
-        offset, region = offset + size + -size % align, region + numel + -numel % align
-    # The summed region is a multiple of ranks * align, so that with `reshard_after_forward=k` each of k ranks keeps an equal
-    # and aligned part of the buffer.
-    region += (summed_region - region) % (ranks * align)
+            packed.append(Segment(-1, gap, ranks * offset))
+            offset += gap
     packed_buckets = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
     assert all(place is not None for place in offsets)
     return GroupLayout(
@@ -473,8 +410,5 @@ def plan_layout(
         offsets=tuple(place for place in offsets if place is not None),
         buckets=(*packed_buckets, *direct_buckets),
         shard_numel=offset,
-        unsharded_numel=region,
-        summed=summed,
-        summed_offset=summed_offset,
-        summed_region=(summed_region, region - summed_region),
+        unsharded_numel=ranks * offset,
     )

@@ -394,8 +394,7 @@ class GradientReducer:
 def _has_stages(reduction: Reduction) -> bool:
     """Return True if a wait on the CPU starts more messages.
 
-    These are an all-reduce over replicas, and the later stages of an all-reduce over more than two ranks (summed parameters,
-    heartbeats).
+    These are an all-reduce over replicas, and the later stages of an all-reduce over more than two ranks (heartbeats).
     """
     group = reduction.group
     return reduction.factors.has_second_step or group.layout.ranks > 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import Allocate, Collectives, StartedWork, together
+from fullshard.comm.base import Allocate, Collectives, StartedWork
 from fullshard.comm.streams import Work
 from fullshard.core.grad_commit import GradCommit
 from fullshard.core.group_grads import ReductionPlan
@@ -113,7 +113,6 @@ class Reduction:
     On the reduce-scatter stream, in `start`:
 
         sliced: large, uneven or cast             --(slice by slice)-----> reduce-scatters through one buffer
-        summed: few rows                          --(slice by slice)-----> all-reduces; each rank keeps its rows
 
     There are slices only if collectives run in order on their stream, else these gradients are packed. With a factor before the
     reduction (float16), direct gradients are copied as well, since a hook in the graph may have kept them.
@@ -180,8 +179,8 @@ class Reduction:
             factor=self.factors.first,
             in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
         )
-        # Flattened gradients that are sliced or summed, by index of the parameter.
-        self._flat_grads = _flat_gradients(group, grads) if group.reduction.has_slices_or_sums else {}
+        # Flattened gradients that are sliced, by index of the parameter.
+        self._flat_grads = _flat_gradients(group, grads) if group.reduction.slices else {}
         # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output or, in two hops, that of the second.
         numel = group.shard_layout.shard_numel
         self._sum = self._reduced_shard
@@ -226,10 +225,10 @@ class Reduction:
         """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""
         group, plan, messages = self.group, self.group.reduction, self._inputs
         ranks, collectives = group.layout.ranks, group.collectives.reduce
-        most = max((ranks * sum(part.size for part in parts) for parts in plan.slices), default=0)
+        most = max(ranks * sum(part.size for part in parts) for parts in plan.slices)
         buffer = torch.empty(most, dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
         started = StartedWork()
-        for parts in plan.slices or ((),):  # one round without slices, which sends the packed and direct gradients
+        for parts in plan.slices:
             _complete(started)  # the previous collective reads the buffer that the next copy writes
             at = 0
             for part in parts:
@@ -240,43 +239,9 @@ class Reduction:
                     full.mul_(self.factors.first)
                 messages = [*messages, (full, self._reduced_shard[place.offset + part.start :][: part.size])]
                 at += full.numel()
-            if messages:
-                inputs, outputs = zip(*messages)
-                started, messages = collectives.reduce_scatter(outputs, inputs, self.factors.scale), []
-        return together(started, self._start_sums()) if plan.sums else started
-
-    def _start_sums(self) -> StartedWork:
-        """Start the all-reduces of the summed parameters."""
-        plan = self.group.reduction
-        most = max(sum(part.size for part in parts) for parts in plan.sums)
-        buffer = torch.empty(most, dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
-        # `_take_rows` writes only rows that this rank owns. The rest is padding; zeros keep norms of the flat gradient right.
-        self._reduced_shard[self.group.layout.summed_offset :].zero_()
-        started = StartedWork()
-        for parts in plan.sums:
-            _complete(started)
-            at = 0
-            for part in parts:
-                flat, into = self._flat_grads[part.parameter], buffer[at : at + part.size]
-                into.zero_() if flat is None else into.copy_(flat[part.start :][: part.size])
-                at += part.size
-            if self.factors.first != 1.0:
-                buffer[:at].mul_(self.factors.first)
-            all_reduce = self.group.collectives.reduce.all_reduce(buffer[:at])
-            started = together(all_reduce, StartedWork(then=partial(self._take_rows, parts, buffer)))
+            inputs, outputs = zip(*messages)
+            started, messages = collectives.reduce_scatter(outputs, inputs, self.factors.scale), []
         return started
-
-    def _take_rows(self, parts: Sequence[Slice], sums: Tensor) -> None:
-        """Copy this rank's rows of the all-reduced gradients to the output, and scale them."""
-        layout, at = self.group.layout, 0
-        for part in parts:
-            mine, place = layout.rows_of(part.parameter, self.group.collectives.reduce.rank), layout.offsets[part.parameter]
-            start, stop = max(mine.start, part.start), min(mine.stop, part.start + part.size)
-            if start < stop:
-                source, target = at + start - part.start, place.offset + start - mine.start
-                out = self._reduced_shard[target:][: stop - start]
-                torch.mul(sums[source:][: stop - start], self.factors.scale, out=out)
-            at += part.size
 
     def finish(self) -> None:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
@@ -395,9 +360,8 @@ class Reduction:
 
 
 def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
-    """Return the flattened gradients of the sliced and summed parameters, by index; None for a missing gradient."""
-    plan = group.reduction
-    indices = {part.parameter for message in (*plan.slices, *plan.sums) for part in message}
+    """Return the flattened gradients of the sliced parameters, by index; None for a missing gradient."""
+    indices = {part.parameter for message in group.reduction.slices for part in message}
     found = ((index, grads[index]) for index in sorted(indices))
     return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import StartedWork, together
+from fullshard.comm.base import StartedWork
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
@@ -121,39 +121,6 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
     if permuted:
         steps.append(partial(torch._foreach_copy_, permuted, blocks))
     return steps
-
-
-def _with_all_reduce(
-    layout: GroupLayout,
-    gather: ObservedCollectives,
-    flat: Tensor,
-    shard: Tensor,
-    before: list[Step],
-    begin: Callable[[], StartedWork] | None,
-) -> Callable[[], StartedWork]:
-    """Combine `begin` with an all-reduce that unshards the summed parameters, and append the copies before it to `before`.
-
-    These are small parameters (`GroupLayout.summed`), of which equal chunks would be mostly padding.
-
-    Each rank writes its rows into zeros, and an all-reduce sums the bits as integers. At most one summand is not zero, so the
-    bits arrive unchanged; a float sum would turn -0.0 into 0.0 and might change NaNs.
-    """
-    offset, numel = layout.summed_region
-    region = flat[offset : offset + numel]
-    before.append(region.zero_)
-    own: list[Tensor] = []
-    rows: list[Tensor] = []
-    for index in layout.summed:
-        mine, place = layout.rows_of(index, gather.rank), layout.offsets[index]
-        if mine.start < mine.stop:
-            own.append(flat[place.unsharded_offset :][mine])
-            rows.append(shard[place.offset :][: mine.stop - mine.start])
-    if own:
-        before.append(partial(torch._foreach_copy_, own, rows))
-    bits = region.view(torch.int32)
-    if begin is None:
-        return partial(gather.all_reduce, bits)
-    return lambda: together(begin(), gather.all_reduce(bits))
 
 
 class AllGather:
@@ -317,14 +284,9 @@ class FlatBuffer:
         if dtypes.storage != dtypes.compute:
             # Cast into this rank's chunk of the output, so that the all-gather input needs no memory of its own.
             own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
-            if own:
-                before.append(partial(torch._foreach_copy_, own, shards))
+            before.append(partial(torch._foreach_copy_, own, shards))
             shards = own
-        begin = gather.gatherer(outs, shards) if layout.buckets else None
-        if layout.summed:
-            begin = _with_all_reduce(layout, gather, flat, shard, before, begin)
-        assert begin is not None
-        return PlannedAllGather(begin, before, copy_out_steps(layout, flat, staging))
+        return PlannedAllGather(gather.gatherer(outs, shards), before, copy_out_steps(layout, flat, staging))
 
     def allocate(self, versions: list[int]) -> AllGather:
         """Allocate memory on the compute stream, and return the all-gather for shards of these versions."""

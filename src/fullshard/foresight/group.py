@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, Slice, StartedWork, together
+from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, together
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.program import Program
 from fullshard.policies import Dtypes
@@ -177,9 +177,6 @@ class SimulatedGroup:
         if layout.buckets and layout.unsharded_numel:
             numel = layout.ranks * sum(bucket.size for bucket in layout.buckets)
             self.send(Message("all_gather", compute, numel * compute.itemsize, len(layout.buckets), layout.ranks))
-        if layout.summed:
-            nbytes = layout.summed_region[1] * compute.itemsize
-            return self.reduce_collective(Message("all_reduce", torch.int32, nbytes, 1, layout.ranks))
         return StartedWork()
 
     def finish_all_gather(self) -> None:
@@ -289,7 +286,7 @@ class SimulatedReduction:
                 grad = group.allocate(group.numel(index) * dtype.itemsize, "staging")
             self._held.append(grad)
         group.ledger.free_all(fillers)
-        sliced = {part.parameter for message in (*plan.reduction.slices, *plan.reduction.sums) for part in message}
+        sliced = {part.parameter for message in plan.reduction.slices for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
         sent = sliced if plan.scales_inputs else {*plan.reduction.direct, *sliced}
         self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
@@ -336,34 +333,22 @@ class SimulatedReduction:
             group.ledger.free(block)
 
     def start(self) -> StartedWork:
-        """Start the reduce-scatters, and the all-reduces of parameters with few rows."""
+        """Start the reduce-scatters."""
         plan, group = self.plan, self.group
-        slices, sums, itemsize = plan.reduction.slices, plan.reduction.sums, plan.dtypes.reduce.itemsize
+        slices, itemsize = plan.reduction.slices, plan.dtypes.reduce.itemsize
         sizes, ranks = self._sizes, plan.layout.ranks
-        if not slices and not sums:
+        if not slices:
             return self._reduce_scatter(sizes)
-        most = max((ranks * sum(part.size for part in parts) for parts in slices), default=0)
+        most = max(ranks * sum(part.size for part in parts) for parts in slices)
         buffer = group.allocate(most * itemsize, "staging", "reduce")
         group.copy(ranks * sum(part.size for parts in slices for part in parts) * (plan.dtypes.compute.itemsize + itemsize))
         started = StartedWork()
-        for parts in slices or ((),):
+        for parts in slices:
             sizes = [*sizes, *(ranks * part.size for part in parts)]
             started = self._reduce_scatter(sizes)
             sizes = []
-        if sums:
-            started = together(started, self._start_all_reduces(sums))
         group.ledger.free(buffer)
         return started
-
-    def _start_all_reduces(self, sums: Sequence[Sequence[Slice]]) -> StartedWork:
-        plan, group, itemsize = self.plan, self.group, self.plan.dtypes.reduce.itemsize
-        most = max(sum(part.size for part in parts) for parts in sums)
-        buffer = group.allocate(most * itemsize, "staging", "reduce")
-        started = StartedWork()
-        for parts in sums:
-            nbytes = sum(part.size for part in parts) * itemsize
-            started = group.reduce_collective(Message("all_reduce", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
-        return together(started, StartedWork(then=lambda: group.ledger.free(buffer)))
 
     def _reduce_scatter(self, sizes: Sequence[int]) -> StartedWork:
         dtype, ranks = self.plan.dtypes.reduce, self.plan.layout.ranks

@@ -27,6 +27,8 @@ from fullshard.policies import (
 )
 from fullshard.wrap.tables import aligned, bytes_text, span
 
+_LEAST_PADDING = 1 << 20  # bytes of a unit's padding from which there is a remark, if they are more than a tenth of the unit
+
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
@@ -49,8 +51,7 @@ class UnitMessages:
         gathered: number of collectives per all-gather of the unit.
         full: bytes of the unsharded parameters, in the compute dtype.
         direct: bytes of `full` that are received in their final place, without a copy.
-        summed: bytes of `full` that are unsharded by an all-reduce, in which each rank fills in its rows. These parameters have
-            so few rows that equal chunks for an all-gather would be padding for the most part.
+        padding: bytes of `full` that are no parameter: ranks have equal chunks of whole rows.
         gather_staging: bytes of additional memory during an all-gather.
         reduced: number of collectives per reduction of the unit.
         reduce_staging: bytes of additional memory during a reduction, besides the gradients.
@@ -63,7 +64,7 @@ class UnitMessages:
     gathered: int
     full: int
     direct: int
-    summed: int
+    padding: int
     gather_staging: int
     reduced: int
     reduce_staging: int
@@ -143,7 +144,7 @@ def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitM
             gathered=0,
             full=layout.unsharded_numel * itemsize,
             direct=0,
-            summed=0,
+            padding=(layout.unsharded_numel - len(members)) * itemsize,
             gather_staging=0,
             reduced=int(group.trainable and ranks > 1),
             reduce_staging=0,
@@ -153,15 +154,14 @@ def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitM
     # in_order: as on nccl. On gloo, gradients are not reduced in slices.
     reduction = layout.reduction(as_is=dtypes.reduces_as_is, in_order=True, itemsize=reduce_itemsize)
     slices = max((sum(part.size for part in message) * ranks for message in reduction.slices), default=0)
-    sums = max((sum(part.size for part in message) for message in reduction.sums), default=0)
-    reduce_staging = (0 if reduction.packed is None else reduction.packed.size * ranks) + slices + sums
+    reduce_staging = (0 if reduction.packed is None else reduction.packed.size * ranks) + slices
     if dtypes.reduce is torch.float16 and ranks > 1:  # direct gradients are copied, to be divided before the sum
         reduce_staging += ranks * sum(layout.offsets[index].size for index in reduction.direct)
     return UnitMessages(
-        gathered=bool(layout.buckets) + bool(layout.summed),
+        gathered=int(bool(layout.buckets)),
         full=layout.unsharded_numel * itemsize,
         direct=sum(place.size for place in layout.offsets if place.direct) * ranks * itemsize,
-        summed=layout.summed_region[1] * itemsize if layout.summed else 0,
+        padding=(layout.unsharded_numel - sum(entry.numel for entry in members)) * itemsize,
         gather_staging=0 if layout.packed is None else layout.packed.size * ranks * itemsize,
         reduced=reduction.messages * group.trainable,
         reduce_staging=reduce_staging * reduce_itemsize * group.trainable,
@@ -185,7 +185,7 @@ class PlannedMessages:
 
     def __str__(self) -> str:
         titles = (
-            *("unit", "full", "gather", "all-gathers", "direct", "summed", "staging"),
+            *("unit", "full", "gather", "all-gathers", "direct", "padding", "staging"),
             *("reduction", "reductions", "staging", "kept by accumulate()"),
         )
         rows: list[tuple[str, ...]] = [titles]
@@ -193,11 +193,16 @@ class PlannedMessages:
             names = [name for name, _ in equal_units]
             name = names[0] if len(names) == 1 else span(names[0], names[-1])
             sizes = [
-                bytes_text(n) for n in (one.full, one.direct, one.summed, one.gather_staging, one.reduce_staging, one.kept)
+                bytes_text(n) for n in (one.full, one.direct, one.padding, one.gather_staging, one.reduce_staging, one.kept)
             ]
             gathers, reductions = (str(one.gathered), one.gathers), (str(one.reduced), one.reductions)
             rows.append((name, sizes[0], *gathers, *sizes[1:4], *reductions, *sizes[4:]))
-        return "\n".join([*aligned(rows, right=set(range(1, 11))), self.thresholds])
+        padded = [name for name, one in self.units if one.padding > max(one.full // 10, _LEAST_PADDING)]
+        more = f" and {len(padded) - 1} more units" if len(padded) > 1 else ""
+        remarks = (
+            [f"parameters of '{padded[0]}'{more} have few rows: shard another dim with shard_placement_fn"] if padded else []
+        )
+        return "\n".join([*aligned(rows, right=set(range(1, 11))), self.thresholds, *remarks])
 
 
 def thresholds(ranks: int, comm: CommPolicy) -> str:
