@@ -447,9 +447,6 @@ class CommPolicy:
         prefetch_bytes: while this unit computes, prefetch the units that the schedule expects next, as long as all prefetched
             units together have at most this many bytes of unsharded parameters, padding included. None prefetches exactly one
             unit, 0 none.
-        gather_after_step: True starts the all-gathers of parameters that are kept unsharded between steps (`ZERO1`, `ZERO2`)
-            after the optimizer's step; with several optimizers, after the last one that writes them. False leaves them to the
-            next forward, which prefetches them.
         collectives: called with each process group that a unit uses (shards; and, if there are any, replicas, separate
             reductions, the smaller group of an int reshard, and under `HFSDP` the group of all ranks). Returns the
             `Collectives` to use instead of torch's.
@@ -465,7 +462,6 @@ class CommPolicy:
     direct_min_bytes: float | None = None
     reductions_in_flight: int = 1
     prefetch_bytes: int | None = None
-    gather_after_step: bool = False
     collectives: Callable[[dist.ProcessGroup], Any] | None = None
     lanes: Callable[[torch.device], Any] | None = None
 
@@ -475,7 +471,6 @@ class CommPolicy:
         check_int("CommPolicy.reductions_in_flight", self.reductions_in_flight)
         if self.prefetch_bytes is not None:
             check_int("CommPolicy.prefetch_bytes", self.prefetch_bytes, least=0, otherwise=", or None")
-        check_bool("CommPolicy.gather_after_step", self.gather_after_step)
         for name in ("collectives", "lanes"):
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -173,33 +173,6 @@ def test_the_gathers_of_a_step_are_prefetched(world: World) -> None:
     assert (now.gathers - before[0], now.prefetched - before[1], now.missed - before[2]) == (UNITS, UNITS - 1, 0)
 
 
-@ranks(2)
-def test_gathers_behind_the_step_are_in_flight_when_the_next_forward_begins(world: World) -> None:
-    policy = CommPolicy(gather_after_step=True)
-    model = shard_stack(Stack(), world.mesh, states=ZERO2, comm_policy=policy)
-    matrices = torch.optim.SGD([p for p in model.parameters() if p.ndim > 1], lr=0.1)
-    others = torch.optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.1)
-    reference = shard_stack(Stack(), world.mesh)
-    reference.load_state_dict(model.state_dict())
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    x = world.mine(batch(0))
-    for optimizers in ((matrices,), (matrices, others)):
-        for number in range(3):
-            for one in (model, reference):
-                square(one(x)).backward()
-            found = sent(model, lambda optimizers=optimizers: [optimizer.step() for optimizer in optimizers])
-            # When a second optimizer steps for the first time, it writes to what was gathered behind the first one.
-            assert found["all_gather"] == UNITS * (2 if len(optimizers) == 2 and number == 0 else 1)
-            assert sent(model, lambda: model(x))["all_gather"] == 0
-            if len(optimizers) == 1:
-                for parameter in reference.parameters():
-                    parameter.grad = parameter.grad if parameter.ndim > 1 else None
-            plain.step()
-            model.zero_grad()
-            reference.zero_grad()
-            assert torch.equal(model(x), reference(x)), number
-
-
 @ranks(1, 3)
 def test_one_reduction_if_the_last_microbatch_is_known_late(world: World) -> None:
     base = Stack()

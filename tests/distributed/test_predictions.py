@@ -88,10 +88,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "direct": {"comm_policy": fullshard.CommPolicy(direct_min_bytes=0, reductions_in_flight=2)},
     "no prefetch": {"comm_policy": fullshard.CommPolicy(prefetch_bytes=0)},
     "zero2": {"states": fullshard.ZERO2},
-    "zero2, bf16, gathered behind the step": {
+    "zero2, bf16": {
         "states": fullshard.ZERO2,
         "mp_policy": fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "comm_policy": fullshard.CommPolicy(gather_after_step=True),
     },
     "columns": {"shard_placement_fn": lambda parameter: Shard(1) if parameter.dim() == 2 else None},
 }

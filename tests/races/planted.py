@@ -122,10 +122,6 @@ def dropped(heartbeats: Any) -> None:
     heartbeats._unread.clear()
 
 
-def on_any_stream(runtime: Any) -> None:
-    runtime.run(runtime.scheduler.unshard_kept(runtime._drop_stale(lambda unit: unit.options.comm.gather_after_step)))
-
-
 def on_stream(stream: Any, fn: Any, *args: Any) -> None:
     stream.wait_stream(_torch.current_stream(stream.device))
     with stream:
@@ -150,8 +146,6 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "writes of the caller's do not wait for copies": ((ParamGroup, "synchronize_host", in_forward_only()),),
     "memory that stays has the next message before the last one is sent": ((GradientReducer, "drain", lambda reducer: None),),
     "backward ends on a stream that forward's is not behind": ((_torch, "then_order", lambda stream, fn: fn()),),
-    "a second step writes what is gathered behind the first": ((Runtime, "finish_gathers_of", lambda runtime, unit: None),),
-    "kept parameters are gathered on the stream of a step": ((Runtime, "gather_after_step", on_any_stream),),
     "shards of matrices are freed as they are sent": ((OwnerExchange, "_send", matrices_as_they_are_sent),),
     "results of owners are read before they arrive": (
         (OwnerExchange, "_wait", as_they_are_sent("results of owners")),

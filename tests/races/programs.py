@@ -64,7 +64,6 @@ class Program:
     away: backward runs on another stream than forward.
     finalize: none, by the caller, or "later": its handle is waited for behind a forward of another model.
     states: the level of ZeRO, for each second step another one if "changed".
-    behind: kept parameters are gathered behind the optimizer's step.
     """
 
     steps: int = 2
@@ -95,7 +94,6 @@ class Program:
     look: bool = False
     away: bool = False
     states: str = "ZERO3"
-    behind: bool = False
 
     @property
     def mp(self) -> MixedPrecisionPolicy:
@@ -145,21 +143,18 @@ NAMED = {
     "ZeRO-2": Program(states="ZERO2", microbatches=2, steps=3, dtypes="low", evaluate=True),
     "ZeRO-1": Program(states="ZERO1", microbatches=3, steps=3, replicas=2, write=True),
     "ZeRO-1, ended by the caller": Program(states="ZERO1", microbatches=2, finalize="now", steps=3, offload="pinned"),
-    "ZeRO-2, behind the step": Program(states="ZERO2", behind=True, steps=3, dtypes="low"),
-    "ZeRO-2, behind two steps": Program(states="ZERO2", behind=True, steps=3, optimizer="two", direct=0),
+    "ZeRO-2, two steps": Program(states="ZERO2", steps=3, optimizer="two", direct=0),
     "Muon": Program(optimizer="muon", wide=True, steps=3, dtypes="low"),
     "whole parameters": Program(optimizer="whole", wide=True, steps=3, dtypes="low"),
     "whole parameters on a hybrid mesh": Program(optimizer="whole", replicas=2, microbatches=2, evaluate=True),
     "Muon, all ranks of a hybrid mesh": Program(optimizer="muon", states="HFSDP", replicas=2, microbatches=2, evaluate=True),
-    "ZeRO-2, behind a step on a stream": Program(
-        states="ZERO2", behind=True, steps=3, optimizer="stream", evaluate=True, write=True
-    ),
+    "ZeRO-2, a step on a stream": Program(states="ZERO2", steps=3, optimizer="stream", evaluate=True, write=True),
     "HFSDP": Program(states="HFSDP", replicas=2, microbatches=3, steps=3, dtypes="low", evaluate=True),
     "HFSDP, offload, written": Program(states="HFSDP", replicas=2, offload="pinned", microbatches=2, write=True, look=True),
     "HFSDP, kept memory": Program(states="HFSDP", replicas=2, keep=True, microbatches=2, steps=3, hook="stream", direct=0),
     "HFSDP, ended by the caller": Program(states="HFSDP", replicas=4, finalize="now", microbatches=2, in_flight=2),
     "HFSDP, optimizer on a stream": Program(states="HFSDP", replicas=2, optimizer="stream", wide=True, steps=3, recompute=True),
-    "levels that change": Program(states="changed", microbatches=2, steps=4, recompute=True, behind=True),
+    "levels that change": Program(states="changed", microbatches=2, steps=4, recompute=True),
 }
 
 
@@ -219,7 +214,6 @@ PROGRAMS = st.builds(
     finalize=often("none", "now", "later"),
     look=often(False, True),
     states=often("ZERO3", "ZERO2", "ZERO1", "HFSDP", "changed"),
-    behind=st.booleans(),
 ).map(legal)
 
 
@@ -306,7 +300,6 @@ class Training:
                 reductions_in_flight=program.in_flight,
                 prefetch_bytes=program.ahead,
                 lanes=self.place.lanes,
-                gather_after_step=program.behind,
             ),
             "check_policy": CheckPolicy(every=program.every),
         }
@@ -399,10 +392,6 @@ class Training:
                 model.set_requires_gradient_sync(last)
             loss = square(self.forward(self.batch(step + micro)))
             self.seen.append(loss.detach())
-            if program.behind and program.optimizer == "stream":
-                with self.side:  # work of somebody else's, which has nothing to do with the model
-                    for numel in (8, 64, 128, 256):
-                        torch.zeros(numel, device=self.place.device).add_(1.0)
             if program.optimizer == "stream" and micro == 0:  # whose memory the optimizer reads until here
                 self.optimizer.zero_grad()
             self.backward(loss)

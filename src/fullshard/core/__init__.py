@@ -27,8 +27,8 @@ tensor subclass.
 **Steps of optimizers.** `owner` of a parameter leads to its group and its unit; `check_step` of it comes before a step.
 `use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
 that. `ShardedDTensor` is the class of sharded parameters; `unsharded_like` and `store_shard` fill one from a full tensor.
-`flat_gradient` returns the gradients of a group as one tensor. `gather_after_step` starts the all-gathers that are due
-after a step. `remark_on_optimizer` warns about gradients that no unit reduces.
+`flat_gradient` returns the gradients of a group as one tensor. `remark_on_optimizer` warns about gradients that no unit
+reduces.
 
 **Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
 `MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a collective of their own. `ReductionLayout`, `Slice` and
@@ -143,7 +143,7 @@ from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.replaced_parameters import replacement_generation, replacement_of
-from fullshard.core.runtime import Runtime, gather_after_step, make_unit
+from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
@@ -242,7 +242,6 @@ __all__ = [
     "flat_gradient",
     "forget_writes",
     "full_tensor",
-    "gather_after_step",
     "has_few_rows",
     "install_hooks",
     "is_ignored",

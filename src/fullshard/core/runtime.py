@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident, local
 
@@ -43,15 +42,6 @@ from fullshard.core.unit import Unit, name_units_in
 from fullshard.core.unit_options import UnitOptions
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
-
-
-@dataclass(slots=True)
-class _Writers:
-    """Steps of optimizers that wrote a kept unit."""
-
-    count: int = 0  # since the last outermost forward
-    usual: int = 1  # the last time that there were any
-    versions: list[int] = field(default_factory=list)  # of the shards after the last of them
 
 
 class Runtime:
@@ -104,8 +94,6 @@ class Runtime:
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
-        self._writers: weakref.WeakKeyDictionary[Unit, _Writers] = weakref.WeakKeyDictionary()  # of kept units
-        self._forward_stream: object = None  # compute stream of the last outermost forward, if there were kept units
         self._numbers = itertools.count()
         self._thread = get_ident()
         self._deleted_elsewhere: deque[int] = deque()
@@ -194,40 +182,9 @@ class Runtime:
         self.run(self.scheduler.unshard_kept(unit.number for unit in units))
         self.run([wait for unit in units for wait in self.scheduler.finish_unshard(unit.number)])
 
-    def gather_after_step(self) -> None:
-        """Start to all-gather the kept units that optimizers have just written, if their `CommPolicy` asks for that.
-
-        A unit waits for as many steps that write it as there were the last time, if several optimizers have parameters of it.
-        Nothing starts in a gradient hook, since other optimizers will write the same units. Nothing starts on another stream
-        than that of the last forward: memory that is allocated there could be reused while the forward's stream still reads it.
-        The next forward all-gathers these units.
-        """
-        if not self._kept or self.scheduler.running or self.backward.underway or self.reducer.decided is not None:
-            return
-        written = [unit for unit in self._kept if unit.options.comm.gather_after_step and self._is_written(unit)]
-        device = self.communicator.async_device
-        if device is None or _torch.current_stream(device) == self._forward_stream:
-            stale = self._drop_stale(written.__contains__)
-            self.run(self.scheduler.unshard_kept(stale))
-
-    def _is_written(self, unit: Unit) -> bool:
-        """Return True if as many optimizers as the last time have written a kept unit since the last forward."""
-        writers = self._writers.setdefault(unit, _Writers())
-        versions = [version for group in unit.groups for version in group.shard_versions()]
-        if versions != writers.versions:
-            writers.versions, writers.count = versions, writers.count + 1
-        return writers.count >= writers.usual
-
-    def finish_gathers_of(self, unit: Unit) -> None:
-        """Wait for the all-gathers of a kept unit whose shards are about to be written, as by a second optimizer."""
-        if unit in self._kept and self.is_gathering(unit.number):
-            self.run(self.scheduler.finish_unshard(unit.number))
-
-    def _drop_stale(self, chosen: Callable[[Unit], bool] = lambda unit: True) -> list[int]:
-        """Reshard the stale units among the chosen kept ones, and return their numbers."""
-        stale = sorted(unit.number for unit in self._kept if chosen(unit) and unit.stale_now)
-        self.run(self.scheduler.drop_stale(stale))
-        return stale
+    def _drop_stale(self) -> None:
+        """Reshard the stale units among the kept ones."""
+        self.run(self.scheduler.drop_stale(sorted(unit.number for unit in self._kept if unit.stale_now)))
 
     def is_gathering(self, number: int) -> bool:
         """Return True if an all-gather of the unit is in flight."""
@@ -256,9 +213,6 @@ class Runtime:
         self.communicator.wait_for_next_event()
         if self._kept:
             self._drop_stale()
-            for writers in self._writers.values():
-                writers.usual, writers.count = writers.count or writers.usual, 0
-            self._forward_stream = None if device is None else _torch.current_stream(device)
 
     # --- actions ---
 
@@ -489,10 +443,4 @@ def make_unit(
     return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
 
 
-def gather_after_step() -> None:
-    """Start the all-gathers that are due after an optimizer's step on this thread."""
-    for runtime in Runtime.all_of_thread():
-        runtime.gather_after_step()
-
-
-__all__ = ["Runtime", "gather_after_step", "make_unit"]
+__all__ = ["Runtime", "make_unit"]

@@ -555,7 +555,6 @@ class Unit:
         if self.runtime.scheduler.is_running(self.number) and any(_torch.is_in_forward(module) for module in self.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{self.name}'. Call it after backward.")
         group.synchronize_host()
-        self.runtime.finish_gathers_of(self)
         self.runtime.reducer.check_arrived(self, group)
 
     def barrier(self, *, doing: str) -> None:

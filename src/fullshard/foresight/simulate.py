@@ -259,20 +259,11 @@ class _Simulator:
     # --- events ---
 
     def begin_step(self) -> int:
-        """Clear the program for a new step. Return the number of ledger changes before it.
-
-        A step ends when the optimizer's step ends. So the all-gathers of kept units that start after it (`gather_after_step`)
-        belong to the next step, and are started here.
-        """
+        """Clear the program for a new step. Return the number of ledger changes before it."""
         self.program.instructions.clear()
         self.program.messages.clear()
         self.program.places.clear()
-        begin = len(self.ledger.changes)
-        early = [number for number, unit in self._units.items() if unit.stale and unit.record.options.comm.gather_after_step]
-        if early:
-            self._enter("", "forward")
-            self._execute(self.scheduler.drop_stale(early) + self.scheduler.unshard_kept(early))
-        return begin
+        return len(self.ledger.changes)
 
     def _enter(self, unit: str, phase: Phase) -> None:
         self.program.enter(unit, phase, len(self.ledger.changes))

@@ -19,7 +19,6 @@ from fullshard.core import (
     Unit,
     back_references,
     full_tensor,
-    gather_after_step,
     is_ignored,
     like_shard,
     logical_parameters,
@@ -313,7 +312,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if id(parameter) in had_grad or parameter.sharded.grad is not None or (has_closure and parameter.sharded.requires_grad):
             parameter.note_write()
     cache.entries.log_step(optimizer.param_groups)
-    gather_after_step()
 
 
 class _Registration:
