@@ -505,9 +505,6 @@ class CheckPolicy:
             store of the process group. If ranks ran different units, each of them then raises an error naming both. At least 0.
         timeout: seconds after which a waiting rank raises an error naming the unit and the positions of the other ranks (up to
             five seconds later if positions are missing). None waits as long as the process group does.
-        poison: for tests. Fill the memory of unsharded parameters with NaN before the all-gather and before it is freed, so
-            that reads that are too early or too late show. With streams that start collectives late (`CommPolicy.lanes`) they
-            always show. Costs two passes over the memory.
         silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "optimizer" (an
             optimizer steps plain parameters beside sharded ones), and "added", which is an error: trainable parameters were
             added to a unit after fully_shard, and the caller reduces their gradients. `fullshard.lint(model)` returns further
@@ -524,7 +521,6 @@ class CheckPolicy:
     every: int = 1
     patience: float = 1.0
     timeout: float | None = None
-    poison: bool = False
     silence: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -533,8 +529,7 @@ class CheckPolicy:
         unknown = [name for name in self.silence if name not in LINTS]
         if unknown:
             raise ValueError(f"CheckPolicy.silence takes names out of {LINTS}, got {unknown[0]!r}.")
-        for name in ("heartbeat", "poison"):
-            object.__setattr__(self, name, check_bool(f"CheckPolicy.{name}", getattr(self, name)))
+        object.__setattr__(self, "heartbeat", check_bool("CheckPolicy.heartbeat", self.heartbeat))
         check_int("CheckPolicy.every", self.every)
         if not (_is_number(self.patience) and self.patience >= 0):
             raise ValueError(f"CheckPolicy.patience must be a number of seconds >= 0, got {self.patience!r}.")

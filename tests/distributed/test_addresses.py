@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import World, ranks
 from models import Stack, assert_same_grads, batch, shard_stack, square
+from poison import poisoned
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -148,10 +149,8 @@ def test_by_default_memory_is_given_back_and_turning_it_off_does_so_at_once(worl
 @ranks(2)
 def test_kept_memory_is_gathered_anew_after_a_step(world: World) -> None:
     """Memory that stays is not values that stay: also poisoned memory trains as the plain model."""
-    from fullshard import CheckPolicy
-
     model = Stack()
-    sharded = shard_stack(copy.deepcopy(model), world.mesh, check_policy=CheckPolicy(poison=True))
+    sharded = shard_stack(copy.deepcopy(model), world.mesh)
     sharded.set_keep_unsharded_storage(True)
-    with ledger() as seen:
+    with poisoned(), ledger() as seen:
         train(world, sharded, model, seen)

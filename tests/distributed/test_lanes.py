@@ -16,13 +16,14 @@ from harness import World, ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Stack, assert_same_grads, assert_same_parameters, batch, rounding, shard_stack, share_grads, square
+from poison import poisoned
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm.base import StartedWork
 from fullshard.comm.streams import HostStream, InFlight
 from fullshard.core.reduction import MOVES, Stage
@@ -34,7 +35,7 @@ class Procrastinator:
     """Runs what it was given only when somebody waits for it, or whenever `eager` says so; always in order.
 
     Freed storages have no bytes (`resize_(0)`), so work that is done too late raises; memory that is not gathered yet is
-    poisoned with NaN (`CheckPolicy(poison=True)`), so compute that does not wait shows.
+    poisoned with NaN (`poison.py`), so compute that does not wait shows.
     """
 
     def __init__(self, eager: Callable[[], bool] = lambda: False) -> None:
@@ -77,6 +78,7 @@ class _Later:
         self.wait()
 
 
+@poisoned()
 def train(
     world: World,
     comm: CommPolicy,
@@ -93,7 +95,6 @@ def train(
         mesh or world.mesh,
         comm_policy=comm,
         mp_policy=mp,
-        check_policy=CheckPolicy(poison=True),
         **options,
     )
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
@@ -180,9 +181,9 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
         copy.deepcopy(model),
         world.mesh,
         comm_policy=CommPolicy(lanes=lambda device: Forgetful()),
-        check_policy=CheckPolicy(poison=True),
     )
-    output = sharded(world.mine(batch(0)))
+    with poisoned():
+        output = sharded(world.mine(batch(0)))
     if missing == "gather":
         assert output.isnan().all()
         return
@@ -243,10 +244,11 @@ def test_collectives_that_begin_late_at_random_change_nothing(world: World, kind
 def test_poison_shows_who_computes_before_the_gather_was_waited_for(world: World) -> None:
     seen: list[Tensor] = []
 
+    @poisoned()
     def compute() -> None:
         # One unit: a gather that was put off begins when its next one is posted, which has grown its memory again.
         late = CommPolicy(lanes=late_lanes())
-        model = fullshard.fully_shard(Stack(), mesh=world.mesh, check_policy=CheckPolicy(poison=True), comm_policy=late)
+        model = fullshard.fully_shard(Stack(), mesh=world.mesh, comm_policy=late)
         square(model(world.mine(batch(0)))).backward()
         model._fullshard_unit.runtime._actions[Wait] = lambda unit: None  # a missing wait
         with torch.no_grad():

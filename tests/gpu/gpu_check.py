@@ -809,7 +809,7 @@ def shard_stack(world: World, model: Stack, case: Case, seed: int) -> Stack:
         "states": getattr(fullshard, case.level),
         "comm_policy": comm_of(world, case, seed),
         # The heartbeat finds ranks of planted faults desynced before their gradients are looked at.
-        "check_policy": CheckPolicy(poison=True, heartbeat=case.lane not in CONTROLS),
+        "check_policy": CheckPolicy(heartbeat=case.lane not in CONTROLS),
     }
     if case.offload is not None:
         options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=case.offload)

@@ -710,7 +710,6 @@ class Unit:
             host=host,
             pinned=pinned,
             direct=rule,
-            poison=options.checks.poison,
             mp=options.mp,
         )
 

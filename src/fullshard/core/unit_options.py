@@ -32,7 +32,7 @@ class UnitOptions:
     # reads them here at each use, so there is nothing more to update.
     mp: MixedPrecisionPolicy  # `hooks.py` reads the dtypes of inputs and outputs at each forward: `configure` changes those
     comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
-    checks: CheckPolicy  # the groups copy `poison`; `configure` changes the others
+    checks: CheckPolicy  # `configure` changes it
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
     separate_reduce: bool = False  # reduce-scatter on a process group of its own

@@ -45,7 +45,6 @@ class Storage:
     host: bool  # CPU offload: shards are in host memory and are copied to `device` for each all-gather
     pinned: bool  # shards in host memory are pinned, so that copies to the device do not block the host
     direct: DirectRule  # chooses the parameters with a collective of their own
-    poison: bool  # `CheckPolicy(poison=True)`: fill buffers with NaN before an all-gather and when they are freed
     mp: MixedPrecisionPolicy  # passed to fsdp_pre_all_gather of tensor subclasses
 
     @property
@@ -225,7 +224,6 @@ class FlatBuffer:
         self.keep = False
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
-        self._poison = storage.poison
         self.views = [tensor_on_storage(self.flat, place.unsharded_offset, place.shape) for place in layout.offsets]
         self.versions: list[int] = []
         # With a custom all-gather that allocates its output when it starts: plans such an all-gather. None otherwise.
@@ -297,8 +295,6 @@ class FlatBuffer:
         for storage, nbytes in self._storages if self._subgroup_gather is None else self._storages[:1]:
             if not self.keep or storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
                 storage.resize_(nbytes)
-        if self._poison:
-            self._fill_with_nan()
         if self._subgroup_gather is not None or self._plan_custom is None:
             return self._subgroup_gather or self._gather
         if self._custom_gather is None:
@@ -318,8 +314,6 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Free the memory, unless it is kept. The tensors and their storages stay."""
-        if self._poison:
-            self._fill_with_nan()  # so that a read after this point, or before the next all-gather has finished, gives NaN
         if not self.keep:
             for storage, _ in self._storages:
                 storage.resize_(0)
@@ -351,9 +345,3 @@ class FlatBuffer:
         self._subgroup_gather = None
         if not self.keep:
             self._subgroup_shard = None
-
-    def _fill_with_nan(self) -> None:
-        """Fill the allocated memory with NaN (`CheckPolicy(poison=True)`)."""
-        for tensor in (self.flat, *self._staging):
-            if tensor.untyped_storage().size() and tensor.numel():
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)

@@ -223,7 +223,6 @@ class _AllGather:
         self._direct: dict[str, Tensor] = {}  # full tensors, by name
         self._packed: dict[str, tuple[ParamSharding, int]] = {}  # sharding and offset in a row of the staging buffer, by name
         self._staging = torch.empty(0)  # (ranks, elements): one row per rank
-        self._returned: list[Tensor] = []  # tensors to overwrite in retire(); recorded only with `poison`
         self._work: CollectiveCall | None = None
 
     def start(self) -> None:
@@ -287,10 +286,7 @@ class _AllGather:
 
     def value(self, name: str) -> Tensor:
         """Return the full tensor `name`."""
-        full = self._direct[name] if name in self._direct else self._unpacked(*self._packed[name])
-        if self._owner.group.storage.poison:
-            self._returned.append(full)
-        return full
+        return self._direct[name] if name in self._direct else self._unpacked(*self._packed[name])
 
     def _unpacked(self, sharding: ParamSharding, begin: int) -> Tensor:
         """Return the full tensor whose chunks begin at `begin` in each row of the staging buffer."""
@@ -305,10 +301,8 @@ class _AllGather:
         return torch.cat([part[: prod(part_shape)].view(part_shape) for part, part_shape in zip(chunks, part_shapes)], dim)
 
     def retire(self) -> None:
-        """Free the memory; with `poison`, fill tensors that a caller may have kept with NaN."""
-        for value in self._returned:
-            value.fill_(float("nan") if value.is_floating_point() else 1)
-        self._returned, self._direct, self._packed, self._staging = [], {}, {}, torch.empty(0)
+        """Free the memory."""
+        self._direct, self._packed, self._staging = {}, {}, torch.empty(0)
 
 
 _ALIGNED = 64  # packed chunks begin at multiples of this many elements
