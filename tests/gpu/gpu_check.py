@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -56,6 +56,9 @@ try:
 except ModuleNotFoundError:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
     import fullshard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from poison import poisoned
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard.comm.base import SingleRank, StartedWork
@@ -800,7 +803,16 @@ def comm_of(world: World, case: Case, seed: int) -> CommPolicy:
     )
 
 
+@cache
+def poison_memory() -> object:
+    """Poison unsharded memory for the rest of this process."""
+    block = poisoned()
+    block.__enter__()
+    return block
+
+
 def shard_stack(world: World, model: Stack, case: Case, seed: int) -> Stack:
+    poison_memory()
     param, reduce, _ = DTYPES[case.dtype]
     options: dict[str, Any] = {
         "mesh": world.mesh(*case.mesh),
