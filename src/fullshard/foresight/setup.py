@@ -29,7 +29,7 @@ from fullshard.foresight.values import Untraceable, UntraceablePlace, place_of
 from fullshard.optim.matrix_choice import matrices_of
 from fullshard.optim.owners import Matrix
 from fullshard.policies import CPUOffloadPolicy, resolve_offload
-from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
+from fullshard.wrap.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import WHY_FULL_PRECISION, add_full_precision_units, plan_model
 

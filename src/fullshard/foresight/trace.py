@@ -22,7 +22,7 @@ from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NO_CASTS, Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
 from fullshard.frontend.api import gc_paused
-from fullshard.state.known_values import ConstantsMode, KnownValue, KnownValues
+from fullshard.wrap.known_values import ConstantsMode, KnownValue, KnownValues
 from fullshard.wrap.tables import bytes_text
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.state.known_values import KnownValue
+from fullshard.wrap.known_values import KnownValue
 
 MOST_ANSWERS = 1000
 """Maximum number of reads at one data-dependent place: a loop whose end depends on a value would never end otherwise."""

@@ -2,7 +2,6 @@
 
 full_params.py      full_params(), gathered(): unsharded parameters inside a block
 materialize.py      materialize(): allocate and initialize a model that was built on meta
-known_values.py     values of meta tensors that follow from shapes and constants
 class_swap.py       install units on modules and remove them; copies, pickles, undo
 ties.py             tied parameters that an earlier unit owns already
 """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core import clean_name
-from fullshard.state.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
+from fullshard.wrap.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
 
 
 def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> dict[str, Tensor]:

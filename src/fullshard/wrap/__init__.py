@@ -5,6 +5,7 @@ auto_policy.py    AutoPolicy: repeated blocks, and embeddings and heads that are
 plan.py           Plan: the planned units as data, which can be edited; prints as a table
 plan_messages.py  Plan.messages(): collectives of the units, and their memory
 tables.py         text tables
+known_values.py   values of meta tensors that follow from shapes and constants, for predictions and for weights
 whole_model.py    plan_model(), shard_model()
 """
 
