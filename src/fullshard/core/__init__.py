@@ -1,54 +1,15 @@
 """The core: one fully_shard() call from hooks to process group, and the names that other packages may use of it.
 
-state, optim, wrap, fsdp1, weights, foresight and tools import these names from here, and none from the files below. If a
-package needs another name, add it here, and say why.
+state, optim, wrap, fsdp1, weights, foresight and tools import names from here, and none from the files below. `__all__` lists
+the names, and the docstring of each says what it does. If a package needs another name, add it. Where to begin:
 
-**Units.** `Unit` is one fully_shard() call, with its `UnitOptions`. `Runtime` runs the units of one device and thread.
-`make_unit` creates a unit; `attach_unit` and `install_hooks` install it on its modules, `detach_unit`, `remove_hooks` and
-`remove_hooks_from_copies` remove it from them. `unit_of` returns the unit of a module, `units_of` all units at and below it,
-`own_modules` the modules of a unit, and `owner_of` the unit of a parameter. `NodeHooks` are a unit's hooks on an autograd
-graph, each a `BackwardHook` of one call. `ForwardProgress` records its running forwards. `cast_floats` and `tensors_in` cast
-and find the tensors of inputs and outputs, as the hooks do.
-
-**Parameters.** A `ParamGroup` has the `ShardedParameter`s that are communicated together. `logical_parameters` returns the
-`ShardedParameter`s of DTensors, and `back_references` the references to them. `needs_own_group` is True for tensor subclasses
-with all-gather hooks. `is_ignored` is True for parameters that the user excluded. `replacement_of` returns the parameter that
-took the place of one from before sharding or from before undo(); the result is current as long as `replacement_generation` does
-not change. `units_below`, `numel_of`, `added_parameters`, `remarks_on_sizes` and `some_of` are for remarks on a model.
-
-**Values of parameters.** `shard_of` slices this rank's shard from a full tensor, and `like_shard` distributes a loaded value
-like its parameter. `all_gather_full` returns the full tensor of a parameter or gradient in an `Agreement`, `full_tensor` that
-of any DTensor, without the log, and `to_local` its local tensor. `replace_rows` and `write_unsharded` write a shard,
-`clone_shard` copies it, and `unshard_permanently` puts a plain Parameter in its place. `tensors_on_meta`, `mark_unwritten` and
-`UninitializedTensors` track memory without values; `mark_tensor` fills such memory with a mark, and `is_marked` finds the mark
-again. `forget_writes` tells the logs that parameters are loaded. `values_of` returns the plain tensor with the values of a
-tensor subclass.
-
-**Steps of optimizers.** `owner` of a parameter leads to its group and its unit; `check_step` of it comes before a step.
-`use_plain_dtensor` turns sharded parameters into plain DTensors, on which a step is faster, and `restore_subclass` undoes
-that. `ShardedDTensor` is the class of sharded parameters; `unsharded_like` and `store_shard` fill one from a full tensor.
-`flat_gradient` returns the gradients of a group as one tensor. `remark_on_optimizer` warns about gradients that no unit
-reduces.
-
-**Integers.** `plan_layout` returns the `GroupLayout` of a group: its `Bucket`s and `Extent`s. `DirectRule` (with `MIN_CHUNK`,
-`MIN_MESSAGE` and `LARGE_MESSAGE`) chooses the parameters with a collective of their own. `ReductionLayout`, `Slice` and
-`staging_limit` describe reductions. `has_few_rows` tells which parameters HFSDP leaves replicated.
-
-**Meshes and modules.** `resolve_mesh` makes a `ShardAxis` of a DeviceMesh (`DataParallelMeshDims`), and
-`subgroup_of` returns a process group of some of its ranks. `ParamSharding` describes how one parameter is sharded
-(`PlacementFn`). `collect` returns the `ManagedTensors` of modules, as `ParamRef`s with `Slot`s. `children_first` and
-`clean_name` are for walks over modules.
-
-**Schedule.** The `Scheduler` turns events (`ForwardCall`) into `Action`s: `Unshard`, `Wait`, `SaveSubgroupShard`, `Reshard`,
-`Reduce` and `PassBy`. It has a `UnitRecord` per unit, with a `KeepAfterForward`.
-
-**Communication.** An `Agreement` represents the ranks in one call outside of a step. It compares and gathers values by logged
-collectives. Its `run` raises on all ranks if the work fails on one of them, as `run` of all `Ranks` does. A `CollectiveCall` is
-one collective in flight. A `CollectiveLog` has an entry for each collective and each write of the user, with a `Fingerprint`
-that is equal on all ranks; `GroupFingerprints` makes those of the collectives of one group. The transport is `Collectives`,
-`collectives_for`, `StartedWork`, `together`, `Lane`, `HostStream`, `stream_for`, `Work`, `InFlight` and `Message`. Custom
-collectives are `AllGather`, `ReduceScatter` and `Comm`. `on_release` clears caches of destroyed process groups. `UnitName` and
-`listed` are for texts. `message_length` is the length of a heartbeat.
+units        `units_of(module)`: each `Unit` is one fully_shard() call; a `Runtime` runs the units of a device and thread
+parameters   `logical_parameters(tensors)`: the `ShardedParameter` of a DTensor; its `owner` has its `ParamGroup` and unit
+values       `full_tensor` and `all_gather_full` read a whole tensor; `shard_of`, `like_shard`, `replace_rows` write shards
+optimizers   `check_step` of an owner comes before a step; `use_plain_dtensor` makes it faster, until `restore_subclass`
+integers     `plan_layout`: the `GroupLayout` of a group, for a `DirectRule`; `ParamSharding` and `ShardAxis`: meshes
+schedule     `Scheduler`: events in, `Action`s out; predictions run the same one
+ranks        `Agreement`: the ranks in one call outside of a step, and their logged collectives
 
 The files, in the order of a unit's life:
 
