@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 
 class StateError(RuntimeError):
     """A valid call at the wrong moment. The text names the call, the place and the remedy."""
@@ -42,6 +44,12 @@ def check_bool(name: str, value: object) -> bool:
     return bool(number)
 
 
+def check_float_dtype(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is a floating-point dtype, or None if that is legal. `name`: name of the parameter."""
+    if not (isinstance(value, torch.dtype) and value.is_floating_point) and not (optional and value is None):
+        raise ValueError(f"{name} must be a floating-point torch.dtype{' or None' if optional else ''}, got {value!r}.")
+
+
 def printable(text: str) -> str:
     """Return the text with unprintable characters and lone surrogates escaped.
 
@@ -66,4 +74,4 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str 
         warnings.warn(text, category, stacklevel=2)
 
 
-__all__ = ["InternalError", "StateError", "check_bool", "check_int", "printable", "warn_once"]
+__all__ = ["InternalError", "StateError", "check_bool", "check_float_dtype", "check_int", "printable", "warn_once"]

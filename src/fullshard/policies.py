@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard import _torch
-from fullshard.errors import check_bool, check_int
+from fullshard.errors import check_bool, check_float_dtype, check_int
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -271,8 +271,7 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.accumulate_dtype must be a dtype that torch can add in, got {dtype}. Pass one of at "
                     "least 16 bits."
                 )
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"MixedPrecisionPolicy.{name} must be a floating-point torch.dtype or None, got {dtype!r}.")
+            check_float_dtype(f"MixedPrecisionPolicy.{name}", dtype, optional=True)
 
     def resolve(self, storage: torch.dtype, grad_dtype: GradDtype = UNSET_GRAD_DTYPE, *, keeps_dtype: bool = False) -> Dtypes:
         """Resolve the dtypes of parameters that are stored in `storage`.

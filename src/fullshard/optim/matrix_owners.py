@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, to_local
-from fullshard.errors import check_bool
+from fullshard.errors import check_bool, check_float_dtype
 from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, TensorParallelBlocks, copy_into
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
 from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, current, is_same, pieces_of
@@ -161,8 +161,7 @@ class MatrixOwners:
         wrong = next((one for one in self._parameters if not isinstance(one, Tensor)), None)
         if wrong is not None:
             raise ValueError(f"MatrixOwners takes parameters, got {wrong!r} among them.")
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}.")
+        check_float_dtype("dtype", dtype)
         if cost is not None and not callable(cost):
             raise ValueError(f"cost must be a function of a Matrix, or None, got {cost!r}.")
         self._dtype, self._cost, self._batched = dtype, cost, check_bool("batched", batched)

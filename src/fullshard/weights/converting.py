@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.errors import check_int
+from fullshard.errors import check_float_dtype, check_int
 from fullshard.weights.boxes import Box
 from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.computing import Calculator
@@ -86,8 +86,7 @@ def convert_weights(
     began = time.perf_counter()
     for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
         check_int(name, value)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    check_float_dtype("dtype", dtype, optional=True)
     replacement = Replacement(directory, new_token(directory))
     files = OpenFiles()
     reader = Reader(files, threads=threads)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import ParamGroup, Unit, clean_name, units_of, values_of
-from fullshard.errors import StateError, check_int
+from fullshard.errors import StateError, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
 
@@ -85,8 +85,7 @@ class EMA:
     ) -> None:
         if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay <= 1:
             raise ValueError(f"decay must be a number from 0 to 1, got {decay!r}")
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        check_float_dtype("dtype", dtype)
         for name, value in (("every", every), ("warmup", 1 if warmup is None else warmup)):
             check_int(name, value)
         self.decay, self.every, self.warmup = float(decay), every, warmup
@@ -94,9 +93,7 @@ class EMA:
         self._model, self._dtype = model, dtype
         self._device = None if device is None else torch.device(device)
         tensors = self._tensors("EMA()")
-        on_meta = [entry.names[0] for entry in tensors.entries if entry.local.device.type == "meta"]
-        if on_meta:
-            raise ValueError(f"'{on_meta[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
+        tensors.check_not_on_meta()
         if has_marks(model, tensors.units):
             tensors.agreement("EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
         self._units = tensors.units

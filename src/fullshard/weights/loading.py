@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.core import Agreement, clean_name, forget_writes
-from fullshard.errors import check_int, warn_once
+from fullshard.errors import check_bool, check_int, warn_once
 from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
@@ -243,8 +243,7 @@ def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> lis
 
 
 def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict must be True or False, got {strict!r}.")
+    check_bool("strict", strict)
     if isinstance(missing, str) or not isinstance(missing, Sequence) or not all(isinstance(one, str) for one in missing):
         raise ValueError(f"missing must be a list of regular expressions, got {missing!r}.")
     for pattern in missing:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core import Agreement, Ranks
-from fullshard.errors import check_int
+from fullshard.errors import check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreRankGroup, join_saves
 from fullshard.weights.commit import Extra, Replacement, new_token
@@ -237,10 +237,8 @@ def save_weights(
 def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object, background: object) -> None:
     for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
         check_int(name, value)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}.")
-    if not isinstance(background, bool):
-        raise ValueError(f"background must be True or False, got {background!r}.")
+    check_float_dtype("dtype", dtype, optional=True)
+    check_bool("background", background)
 
 
 def _outputs(
@@ -251,9 +249,7 @@ def _outputs(
     Raises:
         ValueError: if a tensor is on meta, or if `key_map` is invalid or contains a `Convert`.
     """
-    on_meta = [entry.names[0] for entry in tensors.entries if entry.local.device.type == "meta"]
-    if on_meta:
-        raise ValueError(f"'{on_meta[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
+    tensors.check_not_on_meta()
     mapped = map_keys(key_map, {entry.names[0]: MappedTensor.of(entry.target) for entry in tensors.entries})
     for name, one in mapped.items():
         if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):

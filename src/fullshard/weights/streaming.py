@@ -25,7 +25,7 @@ from fullshard.core import (
     all_gather_full,
     needs_own_group,
 )
-from fullshard.errors import StateError, check_bool, check_int
+from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values, has_marks
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
@@ -81,8 +81,7 @@ def iter_full(
     """
     for name, value, least in (("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes, 1), ("ahead", ahead, 0)):
         check_int(name, value, least=least)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    check_float_dtype("dtype", dtype, optional=True)
     if weights is not None and not isinstance(weights, EMA):
         raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
     check_bool("copy", copy)

@@ -73,6 +73,12 @@ class ModelTensors:
             return Agreement(None, [], UnitName(""), doing)
         return agreement_of_all((p for unit in self.units for p in unit.parameters), doing)
 
+    def check_not_on_meta(self) -> None:
+        """Raise ValueError if a tensor is on meta."""
+        on_meta = [entry.names[0] for entry in self.entries if entry.local.device.type == "meta"]
+        if on_meta:
+            raise ValueError(f"'{on_meta[0]}' is on meta and has no values. Call load_weights() or materialize() first.")
+
     def check_copies(self, ranks: Agreement) -> None:
         """Raise ValueError if ranks have other values of a parameter that is written once. Collective.
 
