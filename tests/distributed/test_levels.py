@@ -75,6 +75,7 @@ def step(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, numbe
 # --- how often each level communicates ---
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("states", LEVELS, ids=str)
 @pytest.mark.parametrize("microbatches", [1, 8])
 @ranks(2)

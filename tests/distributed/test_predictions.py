@@ -96,6 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(2, 3)
 def test_memory_of_gloo_ranks_is_predicted_within_five_percent_and_messages_exactly(world: World, options: str) -> None:
@@ -187,6 +188,7 @@ MUON: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("bucket_nbytes", [1, 100_000, 1 << 25])
 @pytest.mark.parametrize("options", MUON)
 @ranks(1, 2, 3, 4)
@@ -231,6 +233,7 @@ def test_memory_and_messages_of_muon_are_predicted(world: World, options: str, b
     assert 0.99 * ledger.peak <= in_step <= 1.01 * ledger.peak + 4 * DIM * 4 * DIM, (ledger.peak, in_step)
 
 
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("mp", [None, torch.bfloat16])
 @pytest.mark.parametrize("level", [*PRESETS, "HSDP"])
 @ranks(1, 2, 4, 8)

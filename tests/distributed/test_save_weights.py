@@ -25,6 +25,7 @@ from fullshard import EMA, ShardPlacementResult, fully_shard, load_weights, save
 from fullshard.weights.rules import Convert, Merge, Rename, Split, Transpose
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("cut", CUTS)
 @ranks(1, 2, 3, 4)
 def test_files_are_those_of_one_process_for_every_cut(world: World, cut: str) -> None:
@@ -162,6 +163,7 @@ def test_what_cannot_be_is_told_on_every_rank_and_leaves_nothing(world: World, k
 CALLS = ["posix_fallocate", "pwrite", "fsync", "rename"]
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.proves("4c")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("failing", [0, 1])
