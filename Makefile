@@ -70,13 +70,14 @@ chaos: $(READY)  ## end a rank in every way at every place of a small job, 336 j
 	@echo "== ending ranks of small jobs; at most fifteen minutes"
 	@OMP_NUM_THREADS=1 $(PYTHON) tests/chaos.py $(CHAOS)
 
-check: $(READY)  ## check format, lint, types, docstrings and the tables of figures
-	@echo "== checking format, lint, types, docstrings and the tables of figures"
+check: $(READY)  ## check format, lint, types, docstrings, pages, pictures and the tables of figures
+	@echo "== checking format, lint, types, docstrings, pages, pictures and the tables of figures"
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(PYTHON) scripts/docstrings.py
 	@$(PYTHON) scripts/results.py --check
+	@$(PYTHON) scripts/pages.py
 
 format: $(READY)  ## format the code, and fix lint findings
 	@$(VENV)/bin/ruff format .

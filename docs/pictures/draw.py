@@ -3,7 +3,7 @@
     python docs/pictures/draw.py        # or: make pictures
 
 What is drawn is computed without matplotlib (`schedule`, `parameter`, `gradient`, `step`) and lies in each picture as its
-description, by which `tests/unit/test_pictures.py` finds a picture that is not of today's code.
+description, by which `scripts/pages.py` finds a picture that is not of today's code.
 """
 
 from __future__ import annotations
