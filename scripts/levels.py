@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -16,8 +17,8 @@ SIZES, WORLDS, MICROBATCHES = ("8b", "70b"), (8, 64, 512), 8
 STATES = ("shards", "optimizer", "gathered")  # categories of memory that stays from step to step
 
 
-def rows() -> list[str]:
-    """Return the rows of the table."""
+def rows(sizes: Sequence[str] = SIZES) -> list[str]:
+    """Return the rows of the table for models of these sizes."""
     sys.path.insert(0, str(ROOT / "examples"))
     from llama import llama
 
@@ -25,7 +26,7 @@ def rows() -> list[str]:
     from fullshard.policies import PRESETS
 
     found: list[str] = []
-    for size in SIZES:
+    for size in sizes:
         first = explain(**llama(size=size, length=4096), world=8, microbatches=MICROBATCHES, accumulate=False)
         for world in WORLDS:
             hybrid = {"mesh": (world // 8, 8)}
