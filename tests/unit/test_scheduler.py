@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.core.scheduler import (
+    _REMEMBERED_FORWARDS,
     TRANSITIONS,
     Action,
     ForwardCall,
@@ -359,3 +360,14 @@ def test_what_forward_prefetched_may_be_stale_in_backward() -> None:
     assert scheduler.is_prefetched_in_this_phase(2)
     scheduler.before_backward(call)
     assert not scheduler.is_prefetched_in_this_phase(2)
+
+
+def test_a_backward_that_does_not_come_is_expected_for_so_many_outermost_forwards() -> None:
+    """`_REMEMBERED_FORWARDS`: a forward with grad whose output was dropped."""
+    run, calls = SimulatedRun([KeepAfterForward.NEVER] * 2), list[ForwardCall]()
+    run.forward([0], calls)
+    for _ in range(_REMEMBERED_FORWARDS):
+        assert run.scheduler.expects_backward(0)
+        run.forward([1], calls, grad=False)
+    run.forward([1], calls, grad=False)
+    assert not run.scheduler.expects_backward(0)
