@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 from fullshard.core.scheduler import ForwardCall, Scheduler
@@ -65,12 +65,16 @@ class JoinedCalls:
         """End the running backward."""
         self._reached.clear()
 
+    def drop(self, units: Container[int]) -> None:
+        """Drop the calls of these units, of a forward or backward that raised."""
+        self._reached.clear()
+        for joined in [joined for joined in self.waiting if joined.unit in units]:
+            self._scheduler.graph_released(joined.call)
+            self.waiting.remove(joined)
+
     def clear(self) -> None:
         """Drop all calls."""
-        self._reached.clear()
-        for joined in self.waiting:
-            self._scheduler.graph_released(joined.call)
-        self.waiting.clear()
+        self.drop({joined.unit for joined in self.waiting})
 
     def _is_reached(self, joined: Joined) -> bool:
         """Return True if a joined call belongs to the running backward.

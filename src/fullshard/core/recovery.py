@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fullshard import _torch
@@ -69,27 +70,38 @@ class Recovery:
         if self._runtime.communicator.interrupted:
             self.start_over()
         restore_subclass()
-        self.abort_in_progress()
-        self._runtime.scheduler.reset_orders()
-        for unit in self._runtime.all_units():
-            self._runtime.reducer.discard(unit)
+        runtime = self._runtime
+        self._abort(runtime.all_units())
+        runtime.reducer.drop_heartbeats()
+        runtime.scheduler.reset_orders()
+        for unit in runtime.all_units():
+            runtime.reducer.discard(unit)
 
     def abort_in_progress(self) -> None:
-        """Abort a forward or backward that failed half way, and free its memory."""
+        """Abort a forward or backward that failed half way, and free its memory. Other models go on."""
+        self._abort(self._broken_units())
+
+    def _broken_units(self) -> list[Unit]:
+        runtime = self._runtime
+        numbers = runtime.scheduler.broken_units(runtime.backward.units)
+        return [unit for number in sorted(numbers) if (unit := runtime.unit(number)) is not None]
+
+    def _abort(self, broken: Sequence[Unit]) -> None:
         runtime, scheduler = self._runtime, self._runtime.scheduler
-        for unit in runtime.all_units():
+        numbers = {unit.number for unit in broken}
+        for unit in broken:
             # so that freeing the unsharded parameters does not raise because the user wrote to one
             unit.exposure.writable = False
         runtime.backward.stop()
-        self._runtime.joined.clear()
+        runtime.joined.drop(numbers)
         runtime.reducer.abort()
-        runtime.abort_gathers()
+        runtime.abort_gathers(numbers)
         for number in scheduler.running_units():
-            broken = runtime.unit(number)
-            if broken is not None:
-                broken.uninstall()
-                broken.progress.clear()
-        runtime.run(scheduler.abort())
+            running = runtime.unit(number)
+            if running is not None:
+                running.uninstall()
+                running.progress.clear()
+        runtime.run(scheduler.abort(numbers))
         for unit in runtime.backward.units.values():
             for group in unit.groups:
                 group.drop_gradients()
@@ -110,13 +122,15 @@ class Recovery:
                 f"An interrupt came while gradients of {names} were being reduced. These gradients are discarded.", stacklevel=3
             )
         runtime.backward.stop()
-        self._runtime.joined.clear()
+        runtime.joined.clear()
         runtime.reducer.abort()
+        runtime.reducer.drop_heartbeats()
         runtime.communicator.wait_for_all_streams()
         runtime.drop_everything()
         for unit in gone:
             runtime.reducer.discard(unit)
         runtime.scheduler.start_over()
+        runtime.reducer.forget(runtime.backward.units)
         runtime.backward.units.clear()
         # Last: if this is interrupted as well, the next event or public call starts over again.
         runtime.communicator.interrupted = False
@@ -143,7 +157,7 @@ class Recovery:
         return step if kept else []  # gradients of a step are all or nothing
 
     def _units_of_step(self) -> list[Unit]:
-        """Return the units that the backward reached, the units below them, and the units with a pending backward."""
+        """Return the units that the backward reached or would have reached, and the units below those."""
         runtime = self._runtime
         found = dict(runtime.backward.units)
         for unit in runtime.backward.units.values():
@@ -151,10 +165,7 @@ class Recovery:
                 below = unit_of(module)
                 if below is not None and below.runtime is runtime:  # numbers are unique in one runtime only
                     found[below.number] = below
-        for number in runtime.scheduler.pending_units():
-            waiting = runtime.unit(number)
-            if waiting is not None:
-                found[number] = waiting
+        found |= {unit.number: unit for unit in self._broken_units()}
         return list(found.values())
 
 

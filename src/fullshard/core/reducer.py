@@ -177,12 +177,14 @@ class GradientReducer:
             self.discard(unit)
 
     def abort(self) -> None:
-        """Wait for everything in flight, ignore its errors, and drop the unread heartbeats."""
+        """Wait for everything in flight, and ignore its errors."""
         self._in_flight.drain_quietly()
         self._replicating.drain_quietly()
-        self._heartbeats.clear()
-        self._hooked.clear()
         self.merged = False
+
+    def drop_heartbeats(self) -> None:
+        """Drop the unread heartbeats, when the ranks begin anew."""
+        self._heartbeats.clear()
 
     def forget(self, units: Container[int]) -> None:
         """Drop the reductions of these units (by number), so that their gradients are never set."""
@@ -190,6 +192,8 @@ class GradientReducer:
             if unit.number in units and unit.pending is not None:
                 self._drop(unit.pending, "a backward that raised, before they were waited for")
         self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self._undelivered if unit.number not in units]
+        left = [reduction for _, reduction in self._reduced]
+        self._hooked = deque(reduction for reduction in self._hooked if reduction in left)
 
     def forget_deleted(self) -> None:
         """Drop the reductions of units that were deleted."""

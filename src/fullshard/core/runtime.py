@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident, local
@@ -388,9 +388,9 @@ class Runtime:
 
     # --- after an exception ---
 
-    def abort_gathers(self) -> None:
-        """Wait for the all-gathers in flight, and reshard their units."""
-        for number in list(self._gathering):
+    def abort_gathers(self, units: Container[int]) -> None:
+        """Wait for the all-gathers of these units (by number) that are in flight, and reshard them."""
+        for number in [number for number in self._gathering if number in units]:
             unit = self.unit(number)
             try:
                 self._wait_or_drop(self._gathering.pop(number))

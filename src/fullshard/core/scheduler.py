@@ -646,10 +646,6 @@ class Scheduler:
         for call in [call for call in self._pending.values() if call.start < before]:
             self._not_pending(call)
 
-    def pending_units(self) -> list[int]:
-        """Return the units with a pending backward, oldest first."""
-        return list(dict.fromkeys(call.unit for call in self._pending.values()))
-
     def has_pending_since(self, begin: int) -> bool:
         """Return True if a pending call began at `begin` or later."""
         return any(call.start >= begin for call in self._pending.values())
@@ -814,12 +810,28 @@ class Scheduler:
         self._records[unit].clear()
         self._prefetched.pop(unit, None)
 
-    def abort(self) -> list[Action]:
-        """End a forward or backward that raised: reshard every unit that the user has not unsharded; expect no backward."""
+    def broken_units(self, reached: Iterable[int]) -> set[int]:
+        """Return the units of the forward or backward that raised: those in progress, and those with calls beside theirs.
+
+        Other models on the thread, whose outermost forwards are others, are no part of it.
+
+        Args:
+            reached: the units that the backward entered.
+        """
+        broken = {*reached, *self._entered, *self._recomputing, *self._prefetched}
+        last = (self._records[unit].last for unit in broken if unit in self._records)
+        forwards = {self.start_of_outermost(call) for call in (*self.running, *last) if call is not None}
+        pending = (call.unit for call in self._pending.values() if self.start_of_outermost(call) in forwards)
+        return broken.union(self.running_units(), pending)
+
+    def abort(self, units: Iterable[int]) -> list[Action]:
+        """End a forward or backward that raised: reshard these units unless the user unsharded them; expect no backward."""
         actions: list[Action] = []
+        broken = set(units)
         self._forget_step()
-        self._expire(before=self.clock + 1)
-        for record in list(self._records.values()):
+        for call in [call for call in self._pending.values() if call.unit in broken]:
+            self._not_pending(call)
+        for record in [record for record in self._records.values() if record.number in broken]:
             record.create_graph_phase = -1
             if record.residency is Residency.GATHERING:
                 actions += [Wait(record.number)]
