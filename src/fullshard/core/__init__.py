@@ -103,7 +103,7 @@ from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
-from fullshard.core.replaced_parameters import replacement_generation, replacement_of
+from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
@@ -198,6 +198,7 @@ __all__ = [
     "clone_shard",
     "collect",
     "collectives_for",
+    "current_parameter",
     "detach_unit",
     "find_difference",
     "flat_gradient",

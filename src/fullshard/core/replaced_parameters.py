@@ -31,9 +31,15 @@ def replacement_of(tensor: Tensor) -> nn.Parameter | None:
     return found
 
 
+def current_parameter(tensor: Tensor) -> Tensor:
+    """Return the parameter that took the place of `tensor`, or `tensor` itself."""
+    now = replacement_of(tensor)
+    return tensor if now is None else now
+
+
 def replacement_generation() -> int:
     """Return a number that changes with every replacement: until then, results of `replacement_of` are current."""
     return _Replacements.generation
 
 
-__all__ = ["replacement_generation", "replacement_of", "set_replacement"]
+__all__ = ["current_parameter", "replacement_generation", "replacement_of", "set_replacement"]

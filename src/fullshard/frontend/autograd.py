@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core.replaced_parameters import replacement_of
+from fullshard.core.replaced_parameters import current_parameter
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
 from fullshard.core.unit import Unit, owner_of
 from fullshard.errors import StateError
@@ -50,7 +50,7 @@ def grad(
     Source: the interface of `torch.autograd.grad`.
     """
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    listed = [tensor if (now := replacement_of(tensor)) is None else now for tensor in given]  # names from before sharding
+    listed = list(map(current_parameter, given))  # names from before sharding
     names: dict[int, str] = {}
     leaves: list[Tensor] = []
     for tensor in listed:

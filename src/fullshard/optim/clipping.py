@@ -20,13 +20,13 @@ from fullshard.core import (
     Unit,
     UnitName,
     agreement_of_all,
+    current_parameter,
     find_difference,
     flat_gradient,
     logical_parameters,
     on_release,
     owner_of,
     recovered,
-    replacement_of,
     to_local,
 )
 from fullshard.errors import StateError
@@ -176,7 +176,7 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     # A list that was made before sharding contains the plain parameters: clip the sharded parameters that replaced them.
-    listed = [parameter if (now := replacement_of(parameter)) is None else now for parameter in given]
+    listed = list(map(current_parameter, given))
     sharded = logical_parameters(listed)
     for unit in dict.fromkeys(map(owner_of, sharded)):
         if unit is not None:

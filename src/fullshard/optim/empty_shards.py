@@ -11,7 +11,6 @@ import inspect
 import itertools
 from collections.abc import Iterable
 from math import prod
-from operator import is_
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard.core import ParamSharding, ShardedParameter
+from fullshard.optim.pieces import is_same
 
 PLACEHOLDER_LENGTH = 17
 """Length of a placeholder: an unusual number, so that optimizer states of a few elements are not mistaken for full states."""
@@ -100,7 +100,7 @@ class StepOrder:
         while self._put:
             group, key, before, now = self._put.pop()
             listed = group.get(key)
-            if isinstance(listed, list) and len(listed) == len(now) and all(map(is_, listed, now)):
+            if isinstance(listed, list) and is_same(listed, now):
                 listed[:] = before
 
     def _before_load(self, _: Optimizer, state_dict: Any) -> None:

@@ -19,6 +19,7 @@ from fullshard.core import ShardedParameter, agreement_of_all, find_difference, 
 from fullshard.errors import StateError, warn_once
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
+from fullshard.optim.pieces import is_same
 from fullshard.optim.step_wrapper import BeforeStep, wrap_step
 
 _TRIED = 1 << 24  # elements of the parameters that are tried in their whole shapes
@@ -237,10 +238,7 @@ class _LocalView:
 
     def _is_current(self, members: Sequence[Sequence[Any]]) -> bool:
         """Return True if the plain Parameters still match the groups and the shards."""
-        groups = self._groups
-        if len(groups) != len(members) or any(len(one) != len(other) for one, other in zip(groups, members)):
-            return False
-        same = all(all(map(is_, one, other)) for one, other in zip(groups, members))
+        same = len(self._groups) == len(members) and all(map(is_same, self._groups, members))
         return same and all(parameter.local is local for parameter, local, _ in self._plain_params)
 
     def _make_plain_params(self, members: Sequence[Sequence[Any]]) -> None:

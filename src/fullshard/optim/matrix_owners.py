@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters, to_local
+from fullshard.core import ShardedParameter, current_parameter, logical_parameters, to_local
 from fullshard.errors import check_bool, check_float_dtype
 from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, TensorParallelBlocks, copy_into
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
-from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, current, is_same, pieces_of
+from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, is_same, pieces_of
 
 
 def by_mesh(pieces: Sequence[Piece]) -> list[list[int]]:
@@ -179,7 +179,7 @@ class MatrixOwners:
 
     def _list_pieces(self) -> None:
         """List the pieces anew if parameters were sharded, unsharded or grouped anew since the last call."""
-        self._parameters = [*map(current, self._parameters)]
+        self._parameters = [*map(current_parameter, self._parameters)]
         logical = [next(iter(logical_parameters([parameter])), None) for parameter in self._parameters]
         if not is_same(logical, self._logical):
             self._logical, self._pieces = logical, []

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import ShardAxis, ShardedParameter, Unit, logical_parameters, owner_of, replacement_of, resolve_mesh
+from fullshard.core import ShardAxis, ShardedParameter, Unit, current_parameter, logical_parameters, owner_of, resolve_mesh
 from fullshard.errors import StateError
 from fullshard.optim.owners import Matrix
 
@@ -291,7 +291,7 @@ class Splits:
     def check_sharded(self, doing: str) -> None:
         """Raise StateError if a split parameter is no longer sharded. `doing`: the call."""
         for tensor, _ in self._pieces:
-            if not logical_parameters([current(tensor)]):
+            if not logical_parameters([current_parameter(tensor)]):
                 raise StateError(
                     f"{doing}: a parameter of shape {tuple(tensor.shape)} is split, and no longer sharded. Call fully_shard() "
                     "again, or make a new optimizer of its pieces."
@@ -299,17 +299,11 @@ class Splits:
 
     def of(self, parameter: ShardedParameter) -> Pieces | None:
         """Return how a parameter is split; None for one matrix."""
-        return next((pieces for tensor, pieces in self._pieces if current(tensor) is parameter.sharded), None)
+        return next((pieces for tensor, pieces in self._pieces if current_parameter(tensor) is parameter.sharded), None)
 
     def of_plain(self, tensor: Tensor) -> Pieces | None:
         """Return the split of a plain parameter that replaced a sharded one; None for one matrix."""
-        return next((pieces for key, pieces in self._pieces if current(key) is tensor), None)
-
-
-def current(tensor: Tensor) -> Tensor:
-    """Return the parameter that took the place of `tensor`, or `tensor` itself."""
-    found = replacement_of(tensor)
-    return tensor if found is None else found
+        return next((pieces for key, pieces in self._pieces if current_parameter(key) is tensor), None)
 
 
 def is_same(one: Sequence[object], other: Sequence[object]) -> bool:
@@ -317,4 +311,4 @@ def is_same(one: Sequence[object], other: Sequence[object]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-__all__ = ["MeshKey", "Piece", "Pieces", "Split", "Splits", "current", "is_same", "pieces_of"]
+__all__ = ["MeshKey", "Piece", "Pieces", "Split", "Splits", "is_same", "pieces_of"]

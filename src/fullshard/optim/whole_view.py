@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters, owner_of, to_local
+from fullshard.core import ShardedParameter, current_parameter, logical_parameters, owner_of, to_local
 from fullshard.errors import StateError, check_bool, warn_once
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
@@ -25,7 +25,7 @@ from fullshard.optim.matrix_owners import CachedExchange
 from fullshard.optim.muon import is_muon, set_splits
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost
-from fullshard.optim.pieces import Piece, Split, Splits, current, is_same, pieces_of
+from fullshard.optim.pieces import Piece, Split, Splits, is_same, pieces_of
 from fullshard.optim.step_wrapper import BeforeStep, plain_attributes, refuse_copies, wrap_step
 
 # Tolerance for the step of one parameter alone, relative to its norm: kernels over several tensors may round otherwise.
@@ -250,7 +250,7 @@ class _WholeView:
     def _check_still_sharded(self) -> None:
         """Raise StateError on all ranks if parameters that may have states on their owners are no longer sharded."""
         for parameter in self._logical:
-            if not logical_parameters([current(parameter.sharded)]):
+            if not logical_parameters([current_parameter(parameter.sharded)]):
                 raise StateError(
                     f"{self._doing}: parameter '{parameter.name}' is no longer sharded, and its state is on its owner only. "
                     "Save a checkpoint before undo(), and load it into a new optimizer."

@@ -22,6 +22,7 @@ from fullshard.core import (
     DataParallelMeshDims,
     ReduceScatter,
     ShardedDTensor,
+    current_parameter,
     logical_parameters,
     store_shard,
     to_local,
@@ -38,7 +39,6 @@ from fullshard.frontend.module import (
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.optimizer_hooks import rebind
-from fullshard.optim.pieces import current
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 # --- functions of torch that refuse DTensors of several meshes, or compute with each shard alone -------------------------
@@ -58,7 +58,7 @@ def _clip(
 
     And for the maximum norm, which torch cannot compute of a shard without rows.
     """
-    listed = [current(one) for one in ([parameters] if isinstance(parameters, Tensor) else parameters)]
+    listed = [current_parameter(one) for one in ([parameters] if isinstance(parameters, Tensor) else parameters)]
     meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in listed if one.requires_grad}
     if (len(meshes) > 1 or float(norm_type) == torch.inf) and logical_parameters(listed):
         return clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite)
