@@ -277,8 +277,8 @@ class Unit:
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if not scheduler.knows(record.number):
             raise StateError(
-                f"Unit '{self.name}' was undone, or became part of another unit, between its forward and this backward. Run "
-                "the backward before undo() or fully_shard(), or run the forward again."
+                f"Unit '{self.name}' was undone between its forward and this backward. Run the backward before undo(), or run "
+                "the forward again."
             )
         if runtime.communicator.interrupted or runtime.backward.raised:
             runtime.recovery.recover()
