@@ -382,8 +382,9 @@ def test_meta_device_and_values_of_the_first_rank(world: World) -> None:
     torch.manual_seed(0)
     assert_same_parameters(model, Stack())
     torch.manual_seed(world.rank)
-    with pytest.raises(ValueError, match="each rank would keep a shard of a different model"):
-        shard_stack(Stack(), hybrid(2, 2), states=HFSDP)
+    model = shard_stack(Stack(), hybrid(2, 2), states=HFSDP)
+    with pytest.raises(fullshard.StateError, match="each rank has a shard of a different model"):
+        model(batch(0))
 
 
 class Hooked(torch.Tensor):
