@@ -413,8 +413,9 @@ def _draw_step(drawn: Drawn, plt: Any) -> Any:
 
 
 def _columns(arrows: list[list[Any]]) -> list[list[str]]:
-    """Files by the smallest number of calls from torch to them."""
-    columns, known = [["torch"]], {"torch"}
+    """Files by the smallest number of calls from torch, or from a file that no other calls, to them."""
+    columns = [sorted({caller for caller, _ in arrows} - {file for _, file in arrows} | {"torch"})]
+    known = set(columns[0])
     while columns[-1]:
         reached = [file for caller, file in arrows if caller in columns[-1]]
         columns.append(list(dict.fromkeys(file for file in reached if file not in known)))
