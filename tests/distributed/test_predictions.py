@@ -250,7 +250,7 @@ def test_levels_of_several_microbatches_are_predicted(world: World, level: str, 
 
     def microbatches() -> None:
         for index in range(3):
-            if states.needs_marks:
+            if states.keeps_gradients or states.sums_over_shards:
                 model.set_is_last_backward(index == 2)
             loss(model(x)).backward()
         optimizer.step()

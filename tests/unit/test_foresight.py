@@ -180,7 +180,7 @@ def measured(
             for number in range(setting.microbatches):
                 last = number == setting.microbatches - 1
                 model.set_requires_gradient_sync(last or not setting.accumulate)
-                model.set_is_last_backward(last or not setting.states.needs_marks)
+                model.set_is_last_backward(last or not (setting.states.keeps_gradients or setting.states.sums_over_shards))
                 model(x).sum().backward()
 
         for _ in range(2):
