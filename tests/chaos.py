@@ -8,8 +8,8 @@
 For each: no other rank waits longer than 10 s, and its error names the victim and a unit or call; the last checkpoint is
 whole, and a job of new processes goes on from it with the losses of a job in which nothing happened. A rank that pauses raises
 no alarm: its job ends as if nothing had happened. At `init` nothing of fullshard runs yet, and nothing is asked but that torch's
-own timeout holds; in a `save` torch's own collectives raise, without names, so the names are in what the rank prints as it ends;
-a rank that ends after its last step (`end`) disturbs nobody.
+own timeout holds; in a `save` torch's own collectives raise, without names; a rank that ends after its last step (`end`)
+disturbs nobody.
 """
 
 from __future__ import annotations
@@ -260,10 +260,10 @@ def faults_of(cell: Cell, job: Job, whole: list[dict[int, float]]) -> Iterator[s
                 yield f"alarm: rank {one.rank}: {one.raised}"
         elif cell.where != "init":
             text = one.raised
-            if cell.where == "save":
-                text += "".join(line for line in one.out.splitlines() if line.startswith("fullshard: "))
             if not one.raised:
                 yield f"silent: rank {one.rank} raised nothing"
+            elif cell.where == "save":
+                continue
             elif not re.search(rf"\branks? (\d+, )*(\d+ and )?{cell.victim}\b|ranks:dict_keys\(\[{cell.victim}\]", text):
                 yield f"unnamed rank: rank {one.rank}: {text}"
             elif not re.search(r"'blocks|'Stack|collective \d+|fully_shard|forward|backward|step|save|Checkpoint", text):

@@ -113,7 +113,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
         kind = draw(st.sampled_from(actions))
         kinds = ["absent"] if kind not in RUNS else [*ORDERS, *FORWARD, "absent"] + [*BACKWARD] * (0 if kind == "eval" else 2)
         kinds += ["optimizer"] * (kind == "update")
-        faulty = kind != "freeze" and draw(st.booleans())
+        faulty = kind not in ("freeze", "load") and draw(st.booleans())
         fault = Fault(draw(st.sampled_from(kinds)), draw(places), draw(somewhere)) if faulty else None
         steps.append(Step(kind, fault, draw(places), draw(somewhere)) if kind == "freeze" else Step(kind, fault))
     return Program(

@@ -5,7 +5,8 @@
         ...
 
 A body that raises on any rank fails the test with the traceback of every rank that raised. One that does not come back
-within `LIMIT` seconds fails with the stacks of all ranks, and its processes are replaced. So are those that have many threads:
+within `LIMIT` seconds fails with the stacks of all ranks, and its processes are replaced. So are those whose process groups were
+aborted, since their ranks diverged or raised, and those that have many threads:
 each process group of gloo keeps three, of which one wakes a hundred times a second, for as long as the process lives.
 """
 
@@ -39,6 +40,7 @@ LIMIT = 60.0
 SEED = int(os.environ.get("FULLSHARD_SEED", "0"))  # of all bodies and batches: what a test claims holds for any
 THREADS = 60
 DIED = "the process died"
+ABORTED = "its process groups were aborted"
 TESTS = str(Path(__file__).parent)
 # Ranks import bodies from these. Tests of clients start ranks of their own, and one has the name of a test here.
 ROOMS = [TESTS, *sorted(str(path) for path in Path(TESTS).iterdir() if path.is_dir() and path.name != "clients")]
@@ -75,6 +77,7 @@ def _serve(rank: int, size: int, folder: str, connection: Connection, kind: str)
     import torch.distributed as dist
 
     from fullshard import errors
+    from fullshard.checks.watchdog import PROCESS
 
     torch.set_num_threads(1)
     device, backend, where = None, "gloo", kind.removeprefix("all ")
@@ -103,7 +106,8 @@ def _serve(rank: int, size: int, folder: str, connection: Connection, kind: str)
             torch.manual_seed(SEED)
             errors._SAID.clear()  # what one test was warned of another is warned of again
             getattr(importlib.import_module(module), name).body(world, **arguments)
-            connection.send(None)
+            watchdog = PROCESS.watchdog
+            connection.send(ABORTED if watchdog is not None and watchdog.has_closed else None)
         except BaseException:
             connection.send(traceback.format_exc())
 
@@ -228,13 +232,13 @@ class Pool:
                 reply = f"{DIED}, exit code {process.exitcode}"
             replies.append(reply)
             limit = 5.0 if reply is not None else limit  # one failed: the others may be stuck behind it
-        failed = {rank: reply for rank, reply in enumerate(replies) if reply is not None}
+        failed = {rank: reply for rank, reply in enumerate(replies) if reply not in (None, ABORTED)}
         if failed:
             self.close()
             pytest.fail(
                 "\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False
             )
-        if threads(self._processes[0].pid) > self._threads:
+        if ABORTED in replies or threads(self._processes[0].pid) > self._threads:
             self.close(stacks=False)
 
     def close(self, *, stacks: bool = True) -> None:

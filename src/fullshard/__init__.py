@@ -18,6 +18,7 @@ errors.py    StateError and InternalError; warnings that are issued once
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
 
+from fullshard.checks.watchdog import positions
 from fullshard.comm.base import Collectives
 from fullshard.comm.custom import AllGather, Comm, ReduceScatter
 from fullshard.comm.streams import Lane
@@ -131,6 +132,7 @@ __all__ = [
     "matrices_of",
     "plan_model",
     "plan_owners",
+    "positions",
     "record",
     "register_fsdp_forward_method",
     "resident",

@@ -500,10 +500,10 @@ class CheckPolicy:
             not enter, so that all ranks reduce them now. Without a heartbeat, each rank decides by its own backwards, which
             must then run the same units on all ranks.
         every: end only every n-th synchronised backward with a heartbeat; the others behave as without one. At least 1.
-        patience: seconds that a rank waits for a collective before it requests the positions of the other ranks through the
+        patience: seconds that a rank waits for a collective before it requests the states of the other ranks through the
             store of the process group. If ranks ran different units, each of them then raises an error naming both. At least 0.
-        timeout: seconds after which a waiting rank raises an error naming the unit and the positions of the other ranks (up to
-            five seconds later if positions are missing). None waits as long as the process group does.
+        timeout: seconds after which a waiting rank raises an error naming the unit and the states of the other ranks (up to
+            five seconds later if states are missing). None waits as long as the process group does.
         silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "optimizer" (an
             optimizer steps plain parameters beside sharded ones), and "added", which is an error: trainable parameters were
             added to a unit after fully_shard, and the caller reduces their gradients. `fullshard.lint(model)` returns further

@@ -232,7 +232,6 @@ def test_a_rank_that_reduces_where_the_other_one_differentiates_inputs_only_dive
     except StateError as caught:
         failure = caught
     assert "backward of inputs only" in str(failure)
-    assert fullshard.any_failed(world.mesh, failure)
 
 
 @ranks(2)

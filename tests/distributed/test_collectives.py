@@ -133,9 +133,9 @@ def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_lo
     collectives = GlooCollectives(dist.group.WORLD)
     exchange, sent = collectives._channel.exchange, []
 
-    def counted(posted: Any, receives: Any, sends: Any) -> Any:
-        sent.extend((posted.tag, peer) for _, peer in sends)
-        return exchange(posted, receives, sends)
+    def counted(tag: int, receives: Any, sends: Any) -> Any:
+        sent.extend((tag, peer) for _, peer in sends)
+        return exchange(tag, receives, sends)
 
     collectives._channel.exchange = counted
     try:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, _torch, errors, fully_shard
+from fullshard import CheckPolicy, LintWarning, MixedPrecisionPolicy, StateError, errors, fully_shard
 from fullshard.core import unit_of
 
 EAGER = CheckPolicy(patience=0.2)
@@ -36,7 +36,7 @@ TEXTS = {  # names and the key phrase
     "replicas": "ranks 0 and 1 ran all_gather of 'right' (forward); ranks 2 and 3 ran all_gather of 'left' (forward)",
     "options differ": "rank 0 ran reduce_scatter of 'Stack'; rank 1 ran all_gather of 'blocks.0' (backward)",
     "too late": "rank 0 waited 3 seconds (CheckPolicy.timeout) in collective N, all_gather of 'Stack' (forward)",
-    "one rank has fewer batches": "rank 1 is in fullshard.any_failed() while rank 0 waits in collective N, all_gather of 'Stack'",
+    "one rank has fewer batches": "rank 0 ran all_gather of 'Stack' (forward); rank 1 ran any_failed()",
     "head replaced": "Parameters ('head.weight', 'head.bias') were added to unit 'Stack'",
     "adapter added": "Parameters ('up.lora') were added to unit 'blocks.0'",
     "root": "Unit 'Sequential' stays unsharded from its forward to the end of its backward, and has 99% of the parameters",
@@ -76,15 +76,6 @@ def remarks(world: World) -> Iterator[list[str]]:
     assert world.rank == 0 or not found, "one line, not one per rank"
 
 
-def goes_on(world: World, sharded: nn.Module, plain: nn.Module, *args: Any) -> None:
-    """All ranks gave the step up; the next one is right."""
-    assert fullshard.any_failed(world.mesh, True)
-    sharded.zero_grad(), plain.zero_grad()
-    square(sharded(world.mine(batch(7)), *args)).backward()
-    square(plain(batch(7), *args)).backward()
-    assert_same_grads(sharded, plain)
-
-
 class Siblings(nn.Module):
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -100,15 +91,13 @@ class Siblings(nn.Module):
 @pytest.mark.proves("1c")
 @ranks(2)
 def test_ranks_that_run_units_of_different_shapes_are_told_both_names(world: World) -> None:
-    """Rank 0 runs one tower, rank 1 another. Elsewhere: "Connection reset by peer", or a hang. Here all ranks raise, both
-    towers are named, and after any_failed() the next step is right."""
-    plain = Siblings(7)
-    model = copy.deepcopy(plain)
+    """Rank 0 runs one tower, rank 1 another. Elsewhere: "Connection reset by peer", or a hang. Here all ranks raise, and both
+    towers are named."""
+    model = Siblings(7)
     for module in (model.left, model.right, model):
         fully_shard(module, mesh=world.mesh, check_policy=EAGER)
     which = "left" if world.rank else "right"
     stops("other units", lambda: square(model(world.mine(batch(0)), which)).backward())
-    goes_on(world, model, plain, "left")
 
 
 class Vision(nn.Module):
@@ -130,15 +119,14 @@ def test_a_tower_that_one_rank_skips_is_named_and_join_is_the_fix(world: World) 
     """A batch without an image on one rank skips the vision tower. Elsewhere: a hang, or other units' weights. Here all ranks
     raise and name it; join() on the rank that skips makes it right."""
     plain = Vision()
-    model = copy.deepcopy(plain)
-    for module in (model.tower, model.behind, model):
+    model, other = copy.deepcopy(plain), copy.deepcopy(plain)
+    for module in (model.tower, model.behind, model, other.tower, other.behind, other):
         fully_shard(module, mesh=world.mesh, check_policy=EAGER)
-    stops("skipped tower", lambda: square(model(world.mine(batch(0)), world.rank == 0)).backward())
-    assert fullshard.any_failed(world.mesh, True)
     square(model(world.mine(batch(1)), world.rank == 0, join=True)).backward()
     for rank, part in enumerate(batch(1).chunk(2)):
         (square(plain(part, rank == 0)) / 2).backward()
     assert_same_grads(model, plain)
+    stops("skipped tower", lambda: square(other(world.mine(batch(0)), world.rank == 0)).backward())
 
 
 @pytest.mark.proves("1e")
@@ -152,16 +140,14 @@ def test_replicas_that_run_different_units_are_told(world: World) -> None:
         fully_shard(module, mesh=mesh, check_policy=EAGER)
     which = "left" if world.rank // 2 else "right"
     stops("replicas", lambda: square(model(world.mine(batch(0)), which)).backward())
-    assert fullshard.any_failed(mesh, True)
 
 
 @pytest.mark.proves("32b")
 @ranks(2)
 def test_a_rank_that_skips_a_backward_is_told_where_the_others_are(world: World) -> None:
     """Rank 1 finds its loss not to its taste and goes to the next batch. Elsewhere: a hang, or gradients of two steps in one
-    sum. Here all ranks raise, and the next step is right."""
-    plain = Stack()
-    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=EAGER)
+    sum. Here all ranks raise."""
+    model = shard_stack(Stack(), world.mesh, check_policy=EAGER)
 
     def steps() -> None:
         for step in range(2):
@@ -170,7 +156,6 @@ def test_a_rank_that_skips_a_backward_is_told_where_the_others_are(world: World)
                 loss.backward()
 
     stops("skipped backward", steps)
-    goes_on(world, model, plain)
 
 
 @pytest.mark.proves("32b")
@@ -198,46 +183,34 @@ def test_a_bad_loss_on_one_rank_skips_the_step_on_all(world: World) -> None:
 def test_a_rank_of_replicas_that_fails_in_backward_leaves_nobody_waiting_for_its_sums(world: World) -> None:
     """A sum over replicas begins when the one over shards is waited for. A rank that failed never comes to that."""
     mesh = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
-    plain = Stack()
-    sharded = shard_stack(copy.deepcopy(plain), mesh, check_policy=CheckPolicy(patience=0.2))
+    sharded = shard_stack(Stack(), mesh, check_policy=CheckPolicy(patience=0.2))
 
     def fail(grad: Tensor) -> None:
         raise ValueError("bad")
 
-    for failing in range(world.size):
-        outputs: list[Tensor] = []
-        handle = sharded.inp.register_forward_hook(lambda m, a, out: outputs.append(out))
-        loss = square(sharded(world.mine(batch(failing))))
-        handle.remove()
-        if world.rank == failing:
-            outputs[0].register_hook(fail)
-        failed: Exception | None = None
-        begin = time.monotonic()
-        try:
-            loss.backward()
-        except (ValueError, StateError) as caught:
-            failed = caught
-        assert isinstance(failed, ValueError if world.rank == failing else StateError)
-        assert fullshard.any_failed(mesh, failed)
-        assert time.monotonic() - begin < 20.0
-        sharded.zero_grad(), plain.zero_grad()
-        square(sharded(world.mine(batch(9)))).backward()
-        square(plain(batch(9))).backward()
-        assert_same_grads(sharded, plain)
+    outputs: list[Tensor] = []
+    sharded.inp.register_forward_hook(lambda m, a, out: outputs.append(out))
+    loss = square(sharded(world.mine(batch(0))))
+    if world.rank == 0:
+        outputs[0].register_hook(fail)
+    begin = time.monotonic()
+    with pytest.raises(StateError if world.rank else ValueError):
+        loss.backward()
+    assert time.monotonic() - begin < 20.0
 
 
 @pytest.mark.proves("32d")
 @ranks(2)
 def test_a_rank_with_fewer_batches_is_found_by_those_that_wait_for_it(world: World) -> None:
     """Rank 1 runs out of batches and calls any_failed(); rank 0 is in its next forward. Elsewhere it waits for half an hour.
-    Here it is told to come to any_failed(), too."""
-    plain = Stack()
-    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=EAGER)
+    Here both are told where the other one is."""
+    model = shard_stack(Stack(), world.mesh, check_policy=EAGER)
     assert not fullshard.any_failed(world.mesh)
     square(model(world.mine(batch(0)))).backward()
-    if world.rank == 0:
-        stops("one rank has fewer batches", lambda: model(world.mine(batch(1))))
-    goes_on(world, model, plain)
+    stops(
+        "one rank has fewer batches",
+        lambda: fullshard.any_failed(world.mesh, True) if world.rank else model(world.mine(batch(1))),
+    )
 
 
 @pytest.mark.proves("23b")
@@ -245,8 +218,7 @@ def test_a_rank_with_fewer_batches_is_found_by_those_that_wait_for_it(world: Wor
 def test_an_evaluation_on_one_rank_only_is_named(world: World) -> None:
     """`if rank == 0: evaluate(model)`. Elsewhere: a hang, or a gather that pairs with the others' training. Here all ranks
     raise, with what each of them was at."""
-    plain = Stack()
-    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=EAGER)
+    model = shard_stack(Stack(), world.mesh, check_policy=EAGER)
     square(model(world.mine(batch(0)))).backward()
 
     def evaluate_and_train() -> None:
@@ -256,7 +228,6 @@ def test_an_evaluation_on_one_rank_only_is_named(world: World) -> None:
         square(model(world.mine(batch(1)))).backward()
 
     stops("evaluation on one rank", evaluate_and_train)
-    goes_on(world, model, plain)
 
 
 @pytest.mark.proves("31a")
@@ -264,9 +235,8 @@ def test_an_evaluation_on_one_rank_only_is_named(world: World) -> None:
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> None:
     """Rank 1 hangs in its data loader. Elsewhere the message after half an hour names a collective by its number. Here it
     names the unit, the pass and where the others are, after as many seconds as CheckPolicy(timeout=) says."""
-    plain = Stack()
     policy = CheckPolicy(patience=0.2, timeout=3.0)  # on a busy machine an answer takes more than a second
-    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=policy)
+    model = shard_stack(Stack(), world.mesh, check_policy=policy)
     unit = model._fullshard_unit
     square(model(world.mine(batch(0)))).backward()
 
@@ -275,19 +245,14 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(world: World) -> N
             until(lambda: unit.runtime.communicator.log_of(unit.axis).desync_error)
         square(model(world.mine(batch(1)))).backward()
 
-    try:
-        stops("too late", load_and_train)
-        goes_on(world, model, plain)
-    finally:  # the shortest timeout of all models of a process counts, and these ranks run other tests
-        unit.runtime.communicator.wait_state.configure(1.0, None)
+    stops("too late", load_and_train)
 
 
 @pytest.mark.proves("13b")
 @ranks(2)
 def test_clipping_on_one_rank_only_is_named(world: World) -> None:
     """`if rank == 0: log(clip_grad_norm_(...))`. Elsewhere: a hang, or the norm is added to somebody's gradient."""
-    plain = Stack()
-    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=EAGER)
+    model = shard_stack(Stack(), world.mesh, check_policy=EAGER)
 
     def log_and_train() -> None:
         square(model(world.mine(batch(0)))).backward()
@@ -296,7 +261,6 @@ def test_clipping_on_one_rank_only_is_named(world: World) -> None:
         square(model(world.mine(batch(1)))).backward()
 
     stops("clipping on one rank", log_and_train)
-    goes_on(world, model, plain)
 
 
 @pytest.mark.proves("40b")
@@ -307,7 +271,6 @@ def test_options_that_differ_between_ranks_are_an_error(world: World) -> None:
     fully_shard(model.blocks[0], mesh=world.mesh, check_policy=EAGER, reshard_after_forward=bool(world.rank))
     fully_shard(model, mesh=world.mesh, check_policy=EAGER)
     stops("options differ", lambda: square(model(world.mine(batch(0)))).backward())
-    assert fullshard.any_failed(world.mesh, True)
 
 
 # --- parameters that nobody would train together -------------------------------------------------------------------------
@@ -621,14 +584,6 @@ def no_zero(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
         optimizer.zero_grad()
 
 
-def scale(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
-    model(x).sum().backward()
-    for parameter in model.parameters() if not world.rank else ():
-        parameter.grad.mul_(0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def other_rate(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.25 if world.rank else 0.125
@@ -651,40 +606,11 @@ def fewer(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
     alone(model, torch.optim.SGD(parameters[: 4 - (world.rank == 0)], lr=0.5), x)
 
 
-def write(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
-    if not world.rank:
-        with torch.no_grad():
-            model[1].weight.zero_()
-
-
-def write_data(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
-    if not world.rank:
-        model[1].weight.data.mul_(2.0)
-
-
-def assign(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
-    if not world.rank:
-        model[1].weight.data = torch.zeros(4, 4)
-
-
-def load(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
-    full = {name: torch.ones(tuple(p.shape)) for name, p in model.named_parameters()}
-    if not world.rank:
-        model.load_state_dict(full)
-
-
-def load_assigned(world: World, model: Any, optimizer: Any, x: Tensor) -> None:
-    full = {name: torch.ones(tuple(p.shape)) for name, p in model.named_parameters()}
-    if not world.rank:
-        model.load_state_dict(full, assign=True)
-
-
 STEP = "SGD.step() of 4 parameters, lr={}, momentum=0, dampening=0, weight_decay=0, nesterov=False, maximize=False"
 ALONE = {
     skip: ("all_gather of '0' (forward)", STEP.format(0.5)),
     twice: (STEP.format(0.5), "all_gather of '0' (forward)"),
     no_zero: ("reduce_scatter of '1' (added to the gradients that are there)", "reduce_scatter of '1'"),
-    scale: (STEP.format(0.5) + ", after a write to the gradient of 'weight' of '0'", STEP.format(0.5)),
     other_rate: (STEP.format(0.125), STEP.format(0.25)),
     plateau: (STEP.format(0.25), STEP.format(0.5)),
     other_class: (
@@ -693,25 +619,17 @@ ALONE = {
         "maximize=False",
     ),
     fewer: (STEP.format(0.5).replace("4", "3"), STEP.format(0.5)),
-    write: ("zero_() of 'weight' of '1'", "all_gather of '0' (forward)"),
-    write_data: ("mul_() of 'weight' of '1'", "all_gather of '0' (forward)"),
-    assign: ("assignment to .data of 'weight' of '1'", "all_gather of '0' (forward)"),
-    load: ("copy_() of 'weight' of '0'", "all_gather of '0' (forward)"),
-    load_assigned: ("load_state_dict() of '0'", "all_gather of '0' (forward)"),
 }
 
-
-# A torch that calls no dispatch of DTensor's subclasses tells of no write in place.
-NOTICED = [done for done in ALONE if _torch.HONOURS_SUBCLASSES or done not in (write, write_data, assign, load)]
 
 OTHERS = ("rank 1", "rank 2", "ranks 1 and 2", "the others")
 
 
-@pytest.mark.proves("32e", "32f", "32g", "32h", "32i")
-@pytest.mark.parametrize("done", NOTICED, ids=lambda done: done.__name__)
+@pytest.mark.proves("32e", "32f", "32g")
+@pytest.mark.parametrize("done", ALONE, ids=lambda done: done.__name__)
 @ranks(2, 3)
-def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, done: Any) -> None:
-    """Only rank 0 does it, or does something else than the others. What each trains then is a patchwork of two models."""
+def test_a_step_that_one_rank_makes_alone_is_named_on_all(world: World, done: Any) -> None:
+    """Only rank 0 steps, or steps in another way than the others. What each trains then is a patchwork of two models."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for module in (*model, model):
         fully_shard(module, mesh=world.mesh)
@@ -723,7 +641,6 @@ def test_what_one_rank_alone_does_to_its_shards_is_named_on_all(world: World, do
         done(world, model, optimizer, x)
         for _ in range(2):
             alone(model, optimizer, x)
-    assert fullshard.any_failed(world.mesh, caught.value)
     first, second = ALONE[done]
     # Ranks that did not come to tell where they are by then are left out.
     told = [f"Ranks diverged at collective N: rank 0 ran {first}; {rest} ran {second}. All ranks" for rest in OTHERS]
@@ -744,16 +661,15 @@ def test_a_step_that_one_rank_skips_is_named_also_after_groups_were_made_anew(wo
     before = weakref.ref(unit_of(model[0]).groups[0])
     model.double()
     assert before() is None
-    with pytest.raises(StateError, match=r"SGD\.step\(\) of 4 parameters") as caught:
+    with pytest.raises(StateError, match=r"SGD\.step\(\) of 4 parameters"):
         skip(world, model, optimizer, x.double())
         for _ in range(2):
             alone(model, optimizer, x.double())
-    assert fullshard.any_failed(world.mesh, caught.value)
 
 
 @pytest.mark.proves("32j")
 @ranks(2, 3)
-def test_ranks_that_stepped_before_the_step_failed_are_told_behind_any_failed(world: World) -> None:
+def test_ranks_that_stepped_before_the_step_failed_are_told(world: World) -> None:
     """Rank 1 fails between backward and step, and the others step. Their weights belong to different steps, also behind the vote."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for module in (*model, model):
@@ -761,7 +677,6 @@ def test_ranks_that_stepped_before_the_step_failed_are_told_behind_any_failed(wo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     x, error = torch.randn(2, 4), None
     alone(model, optimizer, x)
-    saved = {name: full(p).clone() for name, p in model.named_parameters()}
 
     def raises(*_: Any) -> None:
         raise ValueError("no learning rate")
@@ -774,23 +689,7 @@ def test_ranks_that_stepped_before_the_step_failed_are_told_behind_any_failed(wo
     if hook is not None:
         hook.remove()
     assert fullshard.any_failed(world.mesh, error)
-    others = ("rank 0", "ranks 0 and 2", "rank 2")
-    for _ in range(2):  # once more does not help
-        with pytest.raises(StateError) as told:
-            alone(model, optimizer, x)
-        said = str(told.value)
-        assert any(
-            f"{rest} ran any_failed() after 2 steps or writes, the last {STEP.format(0.5)}" in said for rest in others
-        ), said
-        assert f"rank 1 ran any_failed() after 1 step or writes, the last {STEP.format(0.5)}" in said, said
-        assert said.endswith("If weights differ already, load a checkpoint on all ranks.")
-        assert fullshard.any_failed(world.mesh, told.value)
-    # A checkpoint of a part leaves the rest apart, and one of the rest brings the ranks together.
-    model.load_state_dict({name: value for name, value in saved.items() if name.startswith("0.")}, strict=False)
-    with pytest.raises(StateError, match="Ranks diverged") as told:
+    with pytest.raises(StateError) as told:
         alone(model, optimizer, x)
-    assert fullshard.any_failed(world.mesh, told.value)
-    model.load_state_dict({name: value for name, value in saved.items() if name.startswith("1.")}, strict=False)
-    for _ in range(2):
-        alone(model, optimizer, x)
-    assert not fullshard.any_failed(world.mesh)
+    said = str(told.value)
+    assert f"ran {STEP.format(0.5)}" in said and "rank 1 ran any_failed()" in said, said

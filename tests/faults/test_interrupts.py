@@ -176,11 +176,11 @@ def test_an_interrupt_while_gradients_are_being_set_discards_all_of_them_and_war
 
 
 @pytest.mark.proves("32a")
+@pytest.mark.parametrize("quarter", range(4))
 @ranks(2)
-def test_of_two_ranks_one_is_interrupted_while_an_event_runs(world: World) -> None:
-    """Promised for every line of the events of a step, if all ranks call any_failed() then."""
-    plain = Stack(depth=2)
-    model = shard_stack(copy.deepcopy(plain), world.mesh, check_policy=CheckPolicy(patience=0.2))
+def test_of_two_ranks_one_is_interrupted_while_an_event_runs(world: World, quarter: int) -> None:
+    """Promised for every line of the events of a step: the other rank is told, and does not wait."""
+    model = shard_stack(Stack(depth=2), world.mesh, check_policy=CheckPolicy(patience=0.2))
 
     def step(which: int) -> None:
         square(model(world.mine(batch(which)))).backward()
@@ -190,19 +190,16 @@ def test_of_two_ranks_one_is_interrupted_while_an_event_runs(world: World) -> No
         step(1)
     lines = torch.tensor([count.lines])
     torch.distributed.broadcast(lines, 0)
-    for at in range(11, int(lines) - 50, int(lines) // 12):
-        failed: BaseException | None = None
-        with Interrupt(at if world.rank == 0 else None) as interrupt:
-            try:
-                step(1)
-            except (KeyboardInterrupt, StateError) as caught:
-                failed = caught
-        assert isinstance(failed, KeyboardInterrupt) == (world.rank == 0), interrupt.where
-        assert fullshard.any_failed(world.mesh, failed is not None)
-        model.zero_grad(), plain.zero_grad()
-        step(2)
-        square(plain(batch(2))).backward()
-        assert_same_grads(model, plain)
+    failed: BaseException | None = None
+    with Interrupt(11 + (int(lines) - 61) * quarter // 4 if world.rank == 0 else None) as interrupt:
+        try:
+            step(1)
+            fullshard.any_failed(world.mesh)
+        except (KeyboardInterrupt, StateError) as caught:
+            failed = caught
+    assert isinstance(failed, KeyboardInterrupt if world.rank == 0 else StateError), interrupt.where
+    with pytest.raises(StateError):
+        fullshard.any_failed(world.mesh, failed)
 
 
 REQUESTS: dict[str, Callable[[Any], object]] = {

@@ -2,7 +2,8 @@
 
 A program is a tree of modules, some of them units, and a few steps. One step in two has a fault, on one rank or on all:
 modules that are skipped, repeated or run in another order (between microbatches, too), steps of the model or the optimizer
-and loads that a rank does not take, and exceptions in forward, backward, hooks and optimizers. The reference is the unsharded model, run once per rank by what that rank was told to run.
+that a rank does not take, and exceptions in forward, backward, hooks and optimizers. The reference is the unsharded model, run
+once per rank by what that rank was told to run. Ranks that diverged end: their process groups are aborted.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ import fullshard
 from fullshard import StateError
 
 SOON = 20.0  # seconds
+PARTED = "diverged"
 
 
 @dataclass
 class Report:
-    """What a rank tells the others at the end. A step: its error, who may have one, any_failed()."""
+    """What a rank tells the others at the end. A step: its error, who may have one, any_failed() (PARTED if it raised)."""
 
-    steps: list[tuple[str, str, bool | None]] = field(default_factory=list)
+    steps: list[tuple[str, str, bool | str | None]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -62,18 +64,16 @@ class Drive:
     def __init__(self, world: World, program: Program) -> None:
         self.world, self.program = world, program
         self.mesh = replicas_of(world) if program.replicated or program.hops else world.mesh
-        fullshard.any_failed(self.mesh, True)  # whatever the program before left
+        fullshard.any_failed(self.mesh, True)  # what the program before kept
         self.model, self.sharded = build(program, self.mesh)
         self.reference = Reference(self.model, world, replicated=program.replicated)
         self.optimizer = torch.optim.SGD(self.sharded.parameters(), lr=RATE)
         self.nodes = nodes_of(self.sharded)
         self.report = Report()
-        self.find_desync = False  # at some earlier step ranks differed, and any_failed() did not say so
+        self.find_desync = False  # at some earlier step ranks differed
         self.stopped = False
         self.shifted = False  # a rank takes its steps while another takes the next ones: right for all they know
-        self.written: list[list[str]] = [[] for _ in range(world.size)]  # what each rank did to its shards since any_failed()
-        self.carried: list[list[str]] = [[] for _ in range(world.size)]  # and before, since its last load
-        self.done: list[str] = []  # what this rank has done to its shards since its last load
+        self.steps = [0] * world.size  # what each rank did to its shards
         self.apart = False  # ranks did different things to their shards
         self.keeps = program.hops or any(node.part.level != "ZERO3" for node in self.nodes)
         self.owed = False  # this rank got no gradients where the others expect some: somebody must say so
@@ -86,27 +86,21 @@ class Drive:
                 break
         failed = self.agree(error if self.stopped else None, self.program.anew)
         self.report.steps.append((str(error or "") if self.stopped else "", "some", failed))
-        if failed:
-            self.carry()
-        if failed or not self.find_desync:
-            self.probe()
+        if failed != PARTED:
+            try:
+                self.probe()
+            except StateError:
+                if not self.find_desync:
+                    raise
         return self.report
 
     def wrong(self, where: str, found: list[str]) -> None:
         self.report.wrong += [] if self.shifted else [f"{where}: {text}" for text in found]
 
-    def carry(self) -> None:
-        """After any_failed() ranks still compare what they wrote before, unless they begin with a load."""
-        for rank, written in enumerate(self.written):
-            history = [*self.carried[rank], *written]
-            loads = [number for number, what in enumerate(history) if what == "load"]
-            self.carried[rank] = history[loads[-1] :] if loads else history
-            written.clear()
-
     @property
     def differ(self) -> bool:
-        """Whether ranks did different things to their shards."""
-        return any(each != every[0] for every in (self.written, self.carried) for each in every)
+        """Whether ranks made different numbers of steps."""
+        return len(set(self.steps)) > 1
 
     def skips_all(self, fault: Fault | None) -> bool:
         """Whether a rank with this fault runs no module that has parameters, so that it says nothing in the step."""
@@ -115,8 +109,11 @@ class Drive:
         skipped = set(nodes_of(self.nodes[fault.at]))
         return all(node.own is None for node in self.nodes if node not in skipped)
 
-    def agree(self, error: Exception | None, anew: bool = False) -> bool:
-        failed = fullshard.any_failed(self.mesh, error or anew)
+    def agree(self, error: Exception | None, anew: bool = False) -> bool | str:
+        try:
+            failed: bool | str = fullshard.any_failed(self.mesh, error or anew)
+        except StateError:
+            failed = PARTED
         if self.owed and not failed and not self.shifted:
             self.report.wrong.append("gradients were left out, and nobody noticed")
         self.owed = False
@@ -154,10 +151,8 @@ class Drive:
         except (Planted, StateError) as caught:
             # Without its frames: on torch 2.11 they keep the hooks of a checkpoint whose function raised.
             error = caught.with_traceback(None)
-        if step.kind in ("update", "load") and error is None and not is_absent(mine):
-            self.done = [step.kind] if step.kind == "load" else [*self.done, step.kind]
         if apart and error is None:
-            self.report.wrong.append(f"step {number}: ranks wrote {self.written} to their shards, and nobody noticed")
+            self.report.wrong.append(f"step {number}: ranks made {self.steps} steps, and nobody noticed")
         if script.fired and error is None:
             self.report.wrong.append(f"step {number}: an exception was swallowed")
         if step.kind == "zero":
@@ -165,7 +160,7 @@ class Drive:
         before = dict(reference.grads[self.world.rank])
         if step.kind in ("train", "accumulate") and error is None:
             # A backward that reaches no unit on any rank is not seen, so it reduces no gradients that were kept before.
-            unseen = self.skips_all(fault) and all(faults)
+            unseen = (self.skips_all(fault) or is_absent(fault)) and all(faults)
             reference.backward(x, faults, keeps=step.kind == "accumulate" or unseen)
         if step.kind in ("train", "zero") and error is None:
             wrong = reference.check(self.sharded, grads=True)
@@ -178,14 +173,9 @@ class Drive:
             stepped = [f is None or f.what not in ("absent", "optimizer") for f in faults]
             reference.update(stepped)
             reference.zero(stepped)
+            self.steps = [made + did for made, did in zip(self.steps, stepped)]
         if step.kind == "load":
-            reference.load(number, [not is_absent(f) for f in faults])
-        if step.kind in ("update", "load"):
-            for rank, f in enumerate(faults):
-                if f is None or f.what not in ("absent", "optimizer"):
-                    if step.kind == "load":
-                        self.carried[rank] = ["load"]
-                    self.written[rank].append(step.kind)
+            reference.load(number, [True] * size)
         if step.kind == "freeze":
             self.freeze(step)
         self.find_desync = self.find_desync or one_sided or self.apart
@@ -196,10 +186,7 @@ class Drive:
         if failed or (failed is None and error is not None and not self.find_desync):
             self.sharded.zero_grad()
             reference.zero([True] * size)
-        if failed:
-            self.find_desync = False
-            self.carry()
-        self.stopped = failed is None and error is not None and self.find_desync
+        self.stopped = failed == PARTED or (failed is None and error is not None and self.find_desync)
         return error
 
     def act(self, step: Step, x: Tensor, fault: Fault | None, number: int = 0) -> None:
@@ -236,14 +223,11 @@ class Drive:
         dict(self.sharded.named_parameters())[name].requires_grad_(name not in self.reference.frozen[self.world.rank])
 
     def probe(self) -> None:
-        """After any_failed() all is well: one more step on all ranks, from the weights that they have now."""
+        """One more step on all ranks, from the weights that they have now."""
         reference, size = self.reference, self.world.size
         self.wrong("at the end", reference.check(self.sharded, grads=False))
         self.shifted = False
         self.sharded.zero_grad()
-        done = exchange(self.world, self.done)
-        if any(theirs != self.done for theirs in done):
-            self.sharded.load_state_dict(self.reference.values(77), strict=False)
         found = dict(self.sharded.named_parameters())
         every = exchange(self.world, {name: local(parameter) for name, parameter in found.items()})
         if any(isinstance(theirs, Report) for theirs in every):
@@ -285,10 +269,10 @@ def compare(program: Program, reports: list[Report]) -> list[str]:
         errors, (who, *_), flags = zip(*at)
         if (who == "nobody" and any(errors)) or (who == "all" and any(errors) and not all(errors)):
             wrong.append(f"{who} was to have an error, but: {errors}")
-        if program.together and set(flags) != {any(errors)}:
+        if program.together and set(flags) not in ({any(errors)}, {PARTED}):
             wrong.append(f"any_failed() said {flags}: {errors}")
     last = [each.steps[-1] for each in reports if each.steps]
-    if {failed for _, _, failed in last} != {program.anew or any(error for error, _, _ in last)}:
+    if {failed for _, _, failed in last} not in ({program.anew or any(error for error, _, _ in last)}, {PARTED}):
         wrong.append(f"at the end any_failed() said {last}")
     return wrong
 
@@ -320,9 +304,9 @@ drive.body = drive  # type: ignore[attr-defined]  # as harness.ranks does
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("size", "count"), [(2, 1200), (3, 800)])
+@pytest.mark.parametrize(("size", "count"), [(2, 480), (3, 240)])
 def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_path: Path) -> None:
-    """Parity, or an error on every rank, within 20 seconds; and the step after any_failed() is right again."""
+    """Parity, or an error on every rank, within 20 seconds; and the step after any_failed() is right."""
     tally = tmp_path / "outcomes"
 
     @random_cases(count)

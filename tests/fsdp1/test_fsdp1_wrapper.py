@@ -1223,42 +1223,45 @@ def test_parameters_listed_in_another_order_on_one_rank_are_saved_and_loaded_by_
         assert torch.equal(full(other.state[parameter]["exp_avg"]), full(optimizer.state[parameter]["exp_avg"]))
 
 
+DIFFERING: dict[str, tuple[Callable[[bool], dict[str, Any]], str, str]] = {
+    "parameters": (
+        lambda last: {"choose": (lambda ps: ps[1:]) if last else list},
+        "inp.weight",
+        "the last: nothing",
+    ),
+    "no state": (lambda last: {"change": lambda state: state.clear()}, "head.weight", "the last: no state 'step'"),
+    "dtypes": (
+        lambda last: {"change": lambda state: state.update(more=state["step"].double(), step=state["step"].double())},
+        "head.weight",
+        "no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more'",
+    ),
+    "rates": (lambda last: {"lr": 0.5 if last else 0.25}, "inp.weight", "rank 0: lr 0.25; the last: lr 0.5"),
+}
+
+
 @pytest.mark.proves("36b")
+@pytest.mark.parametrize("case", DIFFERING)
 @ranks(2, 3)
-def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels(world: World) -> None:
+def test_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels(world: World, case: str) -> None:
     last = world.rank == world.size - 1
-
-    def refused(choose: Callable[[list[Any]], Any] = list, change: Any = None, **options: Any) -> str:
-        sharded, optimizer = stepped(world, Stack(), choose, **options)
-        if last and change is not None:
-            change(optimizer.state[sharded.head.weight])
-        messages = [
-            refusal(lambda: FSDP.full_optim_state_dict(sharded, optimizer)),
-            refusal(lambda: FSDP.optim_state_dict(sharded, optimizer)),
-            refusal(lambda: FSDP.sharded_optim_state_dict(sharded, optimizer)),
-        ]
-        said: list[Any] = [None] * world.size
-        dist.all_gather_object(said, messages)
-        assert said == [messages] * world.size and len(set(messages)) == 1, said
-        assert fullshard.any_failed(world.mesh, True), "their steps differ, too, which the next forward would say"
-        return messages[0].replace(f"rank {world.size - 1}", "the last").replace("ranks 0 and 1", "rank 0")
-
-    assert_expected_inline(
-        refused(lambda ps: ps[1:] if last else ps),
-        """The optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.01, betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False, maximize False, foreach None, capturable False, differentiable False, fused None, decoupled_weight_decay True, state 'step' (shape (), torch.float32), state 'exp_avg' (shape (7, 5), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (7, 5), torch.float32, (Shard(dim=0),)); the last: nothing. Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
-    )
-    assert_expected_inline(
-        refused(change=lambda state: state.clear()),
-        """The optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), state 'exp_avg' (shape (3, 7), torch.float32, (Shard(dim=0),)), state 'exp_avg_sq' (shape (3, 7), torch.float32, (Shard(dim=0),)); the last: no state 'step', no state 'exp_avg', no state 'exp_avg_sq'. Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
-    )
-    assert_expected_inline(
-        refused(change=lambda state: state.update(more=state["step"].double(), step=state["step"].double())),
-        """The optimizers of the ranks differ in 'head.weight'. rank 0: state 'step' (shape (), torch.float32), no state 'more'; the last: state 'step' (shape (), torch.float64), state 'more' (shape (), torch.float64). Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
-    )
-    assert_expected_inline(
-        refused(lr=0.5 if last else 0.25),
-        """The optimizers of the ranks differ in 'inp.weight'. rank 0: lr 0.25; the last: lr 0.5. Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.""",
-    )
+    options, name, text = DIFFERING[case][0](last), *DIFFERING[case][1:]
+    change = options.pop("change", None)
+    sharded, optimizer = stepped(world, Stack(), **options)
+    if last and change is not None:
+        change(optimizer.state[sharded.head.weight])
+    messages = [
+        refusal(lambda: FSDP.full_optim_state_dict(sharded, optimizer)),
+        refusal(lambda: FSDP.optim_state_dict(sharded, optimizer)),
+        refusal(lambda: FSDP.sharded_optim_state_dict(sharded, optimizer)),
+    ]
+    said: list[Any] = [None] * world.size
+    dist.all_gather_object(said, messages)
+    assert said == [messages] * world.size and len(set(messages)) == 1, said
+    found = messages[0].replace(f"rank {world.size - 1}", "the last").replace("ranks 0 and 1", "rank 0")
+    assert found.startswith(f"The optimizers of the ranks differ in '{name}'.") and text in found, found
+    if case in ("parameters", "rates"):
+        with pytest.raises(StateError, match=r"AdamW\.step\(\)"):
+            sharded(world.mine(batch(0)))
 
 
 @pytest.mark.proves("36b")

@@ -8,7 +8,6 @@ import copy
 import importlib
 import os
 import re
-import resource
 import signal
 import threading
 import time
@@ -30,11 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import HFSDP, ZERO3, CheckPolicy, CommPolicy, StateError, StateSharding, _torch, fully_shard
-from fullshard.checks.store import WakeupSocket
 from fullshard.checks.watchdog import Watchdog
 from fullshard.comm.base import SingleRank, StartedWork
-from fullshard.comm.gloo import GlooCollectives, P2PChannel, PostedMessages
-from fullshard.comm.process_groups import release
+from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.streams import HostStream
 from fullshard.compat import FullyShardedDataParallel as FSDP
 from fullshard.core import ParamGroup, reduction, unit_of, units_of
@@ -500,10 +497,8 @@ def test_an_interrupt_in_forward_leaves_nothing_running(world: World) -> None:
 def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -> None:
     """Where Ctrl-C comes mostly. What has arrived by then nobody knows, so nothing may be freed that a message still fills,
     and what raises later must not be the same KeyboardInterrupt again."""
-    reference = Stack()
-    model = shard_stack(copy.deepcopy(reference), world.mesh, check_policy=CheckPolicy(patience=0.2))
+    model = shard_stack(Stack(), world.mesh, check_policy=CheckPolicy(patience=0.2))
     square(model(world.mine(batch(0)))).backward()
-    square(reference(batch(0))).backward()
     waiter, here = unit_of(model).runtime.communicator.wait_state, os.getpid()
     store = _torch.own_store(_torch.default_store(), f"interrupt {backward}")
 
@@ -534,12 +529,6 @@ def test_an_interrupt_while_a_message_is_awaited(world: World, backward: bool) -
         step()
     signal.signal(signal.SIGINT, before)
     assert (caught.type is KeyboardInterrupt) == (world.rank == 0)
-    assert fullshard.any_failed(world.mesh, True)
-    model.zero_grad(), reference.zero_grad()
-    for which in (2, 3):
-        square(model(world.mine(batch(which)))).backward()
-        square(reference(batch(which))).backward()
-    assert_same_grads(model, reference)
 
 
 @ranks(2, 3)
@@ -984,13 +973,12 @@ class OutOfMemory:
 
 
 @pytest.mark.proves("32a")
-@pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize(("reshard", "states"), [(True, ZERO3), (None, ZERO3), (True, HFSDP)])
 @ranks(2)
 def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
-    world: World, reshard: bool | None, states: StateSharding, everywhere: bool
+    world: World, reshard: bool | None, states: StateSharding
 ) -> None:
-    """Elsewhere a gather that found no memory leaves its unit half gathered, and the other ranks wait for it."""
+    """Elsewhere a gather that found no memory leaves its unit half gathered."""
     model, mesh = Stack(2), world.mesh
     if states == HFSDP:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -1002,24 +990,28 @@ def test_running_out_of_memory_anywhere_leaves_the_next_step_right(
     square(model(batch(1))).backward()
     assert counted.seen >= 8
     for at in range(1, counted.seen + 1):
-        error: Exception | None = None
         with torch.no_grad():  # so that all hops run again
             for parameter in sharded.parameters():
                 parameter.mul_(1.0)
-        try:
-            with OutOfMemory(at if everywhere or world.rank == 0 else 0):
-                square(sharded(world.mine(batch(0)))).backward()
-        except (torch.OutOfMemoryError, StateError) as caught:
-            error = caught
-        assert isinstance(error, torch.OutOfMemoryError) or not (everywhere or world.rank == 0), error
+        with OutOfMemory(at), pytest.raises(torch.OutOfMemoryError):
+            square(sharded(world.mine(batch(0)))).backward()
         assert all(p.grad is None for p in sharded.parameters())
-        if not everywhere:
-            assert fullshard.any_failed(mesh, error)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the last backward raised
             square(sharded(world.mine(batch(1)))).backward()
         assert_same_grads(sharded, model)
         sharded.zero_grad()
+
+
+@pytest.mark.proves("32a")
+@pytest.mark.parametrize("at", [1, 5, 8])
+@ranks(2)
+def test_a_rank_that_runs_out_of_memory_alone_is_named(world: World, at: int) -> None:
+    sharded = shard_stack(Stack(2), world.mesh, check_policy=CheckPolicy(patience=0.1))
+    with OutOfMemory(at if world.rank == 0 else 0), pytest.raises((torch.OutOfMemoryError, StateError)) as caught:
+        square(sharded(world.mine(batch(0)))).backward()
+        sharded(world.mine(batch(1)))
+    assert world.rank == 0 or "rank 0" in str(caught.value), caught.value
 
 
 class Towers(nn.Module):
@@ -1109,10 +1101,6 @@ def test_ranks_that_kept_gradients_of_other_units_diverge_as_the_step_ends(world
     except StateError as caught:
         failure = caught
     assert "reduce_scatter of 'text'" in str(failure)
-    assert fullshard.any_failed(world.mesh, failure)
-    model.zero_grad()
-    model(x, "text", "image").sum().backward()
-    assert torch.equal(whole(model.text.weight.grad), torch.full((2, 2), 2.0))
 
 
 @pytest.mark.proves("22b")
@@ -1553,23 +1541,6 @@ def test_groups_that_cannot_be_built_again_leave_the_former_ones_in_use(world: W
     assert_near(model(torch.ones(1, 5)), full(model.bias)[None], "output")
 
 
-def test_a_process_with_many_files_is_woken() -> None:
-    """select() takes file descriptors below 1,024 only: the watchdog stopped."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 1200:
-        pytest.skip("a process may not open that many files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
-    with contextlib.ExitStack() as files:
-        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for _ in range(1050):
-            files.enter_context(open(os.devnull))
-        woken = WakeupSocket(dist.HashStore())
-        files.callback(woken.close)
-        assert not woken.wait(0.0)
-        woken.send(woken.address)
-        assert woken.wait(5.0)
-
-
 @ranks(1, 2)
 def test_gradients_as_values_leave_other_gradients_alone_without_a_heartbeat(world: World) -> None:
     """Parameters outside of inputs= got zeros, with which AdamW decays them."""
@@ -1611,21 +1582,6 @@ def test_hooks_of_optimizers_do_not_pile_up(world: World) -> None:
             pass
         found.add((len(optimizer._optimizer_state_dict_pre_hooks), len(optimizer._optimizer_load_state_dict_pre_hooks)))
     assert len(found) == 1
-
-
-@ranks(2)
-def test_clipping_lets_go_of_destroyed_process_groups(world: World) -> None:
-    """Their connections stayed open as long as the model."""
-    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
-    model = fully_shard(nn.Linear(5, 3), mesh=mesh)
-    square(model(batch(0))).backward()
-    fullshard.clip_grad_norm_(model.parameters(), 1.0)
-    groups = importlib.import_module("fullshard.optim.clipping")._COMMON_NORM_GROUPS
-    assert len(groups)
-    dist.barrier()
-    dist.destroy_process_group(mesh.get_group())
-    release()
-    assert not len(groups)
 
 
 def clipped(world: World, **options: Any) -> Tensor:
@@ -1689,7 +1645,6 @@ def test_arguments_that_differ_between_ranks_raise_on_all_of_them(world: World, 
     work, first, second, text = DIFFERENT[name]
     with pytest.raises((ValueError, StateError), match=text):
         work(world, **(second if world.rank else first))
-    fullshard.any_failed(world.mesh, failed=True)
 
 
 MISTAKEN = {
@@ -1899,21 +1854,3 @@ def test_local_view_takes_element_wise_subclasses_of_torch(world: World) -> None
     optimizer.step()
     vectors = torch.optim.Adafactor([model.bias])
     vectors.step()
-
-
-@ranks(2)
-def test_a_message_that_arrives_behind_a_failed_step_stops_no_later_one(world: World) -> None:
-    """Its buffer was freed, and gloo then reads nothing more from the peer: the next step waited for good."""
-    channel, other = P2PChannel.of(dist.new_group([0, 1])), 1 - world.rank
-    late, more = (PostedMessages("none", 1 << 29 | tag, (1024,)) for tag in (0, 1))
-    if world.rank == 0:
-        channel.exchange(late, [(torch.zeros(1024, dtype=torch.uint8), other)], [])
-    channel.forget_answers()
-    dist.barrier()
-    if world.rank == 1:
-        channel.exchange(late, [], [(torch.ones(1024, dtype=torch.uint8), other)])
-    received = torch.zeros(1024, dtype=torch.uint8)
-    messages = channel.exchange(more, [(received, other)], [(torch.ones(1024, dtype=torch.uint8), other)])
-    messages.wait()
-    assert received.all() and not channel._abandoned
-    dist.barrier()

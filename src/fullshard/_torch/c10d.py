@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -20,18 +19,15 @@ from fullshard.errors import warn_once
 
 __all__ = [
     "NetworkError",
-    "StoreError",
     "abort_group",
     "backend_name",
     "default_store",
-    "ends_by_collective",
     "exception_on",
     "global_rank",
     "group_name",
     "has_backend",
     "has_extended_api",
     "is_alive",
-    "is_handled",
     "is_nccl",
     "new_group",
     "own_store",
@@ -53,8 +49,20 @@ def is_alive(group: Any) -> bool:
 def abort_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Abort the collectives of a process group on `device`. Waits for them return, and later collectives raise."""
     # Private: `_get_backend`. The group's own `abort` is the fallback, because it aborts its backends of other devices as well.
-    abort = getattr(group._get_backend(device), "abort", group.abort)
-    abort()
+    backend: Any = group._get_backend(device)
+    if backend.name().lower() != "gloo":
+        getattr(backend, "abort", group.abort)()
+        return
+    # gloo's `abort` does nothing. A wait that times out closes all connections of the group, so wait for a message that no rank
+    # sends; of each peer, since a connection that is closed already raises at once. If that changes in torch, ranks that
+    # diverged wait until the timeout of the process group.
+    for peer in range(group.size()):
+        with suppress(RuntimeError):
+            if peer != group.rank():
+                backend.recv([torch.empty(1)], peer, _UNSENT_TAG).wait(timedelta(milliseconds=1))
+
+
+_UNSENT_TAG = 0x1FFFFFFF
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -229,9 +237,6 @@ def own_store(store: Any, prefix: str) -> Any:
         return dist.distributed_c10d.PrefixStore(prefix, store)
 
 
-StoreError: type[Exception] = dist.DistStoreError
-"""Error of a request to a store that timed out."""
-
 NetworkError: type[Exception] = dist.DistNetworkError
 """Error of a request to a store whose server is gone."""
 
@@ -248,23 +253,7 @@ def store_host(store: Any) -> str | None:
     return getattr(store, "host", None)
 
 
-# --- exceptions and signals ------------------------------------------------------------------------------------------
-
-
-def ends_by_collective() -> bool:
-    """Return True if the exception that ends the program was raised by a collective of torch.distributed.
-
-    Returns False in an interactive interpreter, which keeps the last exception although the program continues.
-    """
-    # A failed collective raises a plain RuntimeError, so its origin shows only in the module of the innermost frame. If torch
-    # moves its functions out of torch.distributed, this returns False.
-    if hasattr(sys, "ps1"):
-        return False
-    failure: Any = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if not isinstance(failure, RuntimeError) or failure.__traceback__ is None:
-        return False
-    *_, (frame, _) = traceback.walk_tb(failure.__traceback__)
-    return bool(frame.f_globals.get("__name__", "").startswith("torch.distributed."))
+# --- exceptions ------------------------------------------------------------------------------------------------------
 
 
 def exception_on(thread: int) -> BaseException | None:
@@ -272,18 +261,3 @@ def exception_on(thread: int) -> BaseException | None:
     # Private, of Python: `_current_exceptions`. Before Python 3.12 its values are (class, exception, traceback).
     found: Any = sys._current_exceptions().get(thread)
     return found[1] if isinstance(found, tuple) else found
-
-
-def is_handled(number: int) -> bool:
-    """Return True if the process has a handler for a signal, including handlers set outside Python (faulthandler)."""
-    import ctypes
-
-    class Action(ctypes.Structure):  # POSIX systems: the handler is first; `rest` is space for the other fields
-        _fields_ = (("handler", ctypes.c_void_p), ("rest", ctypes.c_byte * 512))
-
-    action = Action()
-    try:
-        ctypes.CDLL(None).sigaction(int(number), None, ctypes.byref(action))
-    except (AttributeError, OSError, TypeError):
-        return True  # unknown: do not replace a handler that may exist
-    return bool(action.handler)

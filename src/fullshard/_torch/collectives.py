@@ -6,10 +6,8 @@ They are called as methods of the process group, which takes half the host time 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +21,10 @@ __all__ = [
     "all_gather_coalesced",
     "all_reduce_max",
     "all_reduce_sum",
-    "counts_collectives",
     "exchange",
     "is_done",
     "reduce_scatter_base",
     "reduce_scatter_coalesced",
-    "show_collective",
-    "uncounted",
 ]
 
 
@@ -144,51 +139,3 @@ def is_done(work: dist.Work) -> bool:
         return work.get_future().done()
     except (RuntimeError, NotImplementedError):
         return False
-
-
-# --- CommDebugMode ---------------------------------------------------------------------------------------------------
-
-
-def counts_collectives() -> bool:
-    """Return True if a CommDebugMode is active on this thread. It counts collectives of torch only."""
-    # Private: the stack of dispatch modes. Nothing public lists the active ones.
-    from torch.distributed.tensor.debug import CommDebugMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return any(isinstance(mode, CommDebugMode) for mode in _get_current_dispatch_mode_stack())
-
-
-def uncounted() -> AbstractContextManager[object]:
-    """Return a context in which no CommDebugMode of this thread counts collectives."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    # Private: `_disable_current_modes`. It disables all dispatch modes, so it is used only if one of them counts.
-    return _disable_current_modes() if counts_collectives() else nullcontext()
-
-
-def show_collective(kind: str, rank: int, ranks: int, out: Tensor, given: Tensor) -> None:
-    """Run torch's collective of this kind on a process group that sends nothing, so that CommDebugMode counts it.
-
-    The collective may write to `out`.
-    """
-    group = _mute_group(rank, ranks)
-    with torch.no_grad():
-        if kind == "all_gather":
-            all_gather_base(group, out, given)
-        elif kind == "reduce_scatter":
-            reduce_scatter_base(group, out, given)
-        else:
-            all_reduce_sum(group, given)
-
-
-@cache
-def _mute_group(rank: int, ranks: int) -> dist.ProcessGroup:
-    """Return a process group of torch's fake backend, whose collectives send nothing."""
-    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
-
-    # Private: built by hand, so that torch's table of process groups does not contain it and the default group is not needed.
-    group = dist.ProcessGroup(HashStore(), rank, ranks)
-    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
-    custom: Any = dist.ProcessGroup.BackendType.CUSTOM
-    group._register_backend(torch.device("cpu"), custom, make(rank, ranks))
-    return group

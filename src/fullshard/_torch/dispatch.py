@@ -18,12 +18,10 @@ __all__ = [
     "TorchDispatchMode",
     "argument",
     "disable_tracing",
-    "dispatch_modes",
     "functional_collective",
     "is_tracing",
     "mark_managed",
     "only_writes",
-    "operation_name",
     "pytree_children",
     "returns_tensors",
     "sends_messages",
@@ -63,15 +61,6 @@ def only_writes(operation: Any) -> bool:
     return operation._schema.is_mutable and not operation._schema.returns
 
 
-def operation_name(operation: Any) -> str:
-    """Return the name of an operator as it is written in Python.
-
-    >>> operation_name(torch.ops.aten.zero_.default)
-    'zero_()'
-    """
-    return f"{operation._schema.name.partition('::')[2]}()"
-
-
 def argument(operation: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return an argument of an aten operator by name; None if the operator has no such argument or the call omits it."""
     names = [known.name for known in operation._schema.arguments]
@@ -104,14 +93,7 @@ def sends_messages(operation: Any) -> bool:
     return operation.namespace in ("c10d", "_c10d_functional") and operation.overloadpacket not in _SENDS_NOTHING
 
 
-# --- dispatch modes and dynamo ---------------------------------------------------------------------------------------
-
-
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Return the number of dispatch modes that are active on this thread.
-
-Private: a count from C++, cheap enough for every collective. The stack itself is built in Python.
-"""
+# --- dynamo ----------------------------------------------------------------------------------------------------------
 
 
 def disable_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fullshard._torch.c10d import is_alive
-
 __all__ = [
     "PLAIN",
     "DTensorSpec",
@@ -26,7 +24,6 @@ __all__ = [
     "as_own_storage",
     "axis_of",
     "contiguous_strides",
-    "drop_groups",
     "dtensor",
     "dtensor_like",
     "flat_axis",
@@ -287,14 +284,3 @@ def groups_of(mesh: DeviceMesh) -> list[Any]:
         except (RuntimeError, ValueError, KeyError):
             found.append(None)
     return found
-
-
-def drop_groups(mesh: DeviceMesh) -> None:
-    """Remove destroyed process groups from a mesh."""
-    # Private: `_pg_registry`, the references of a mesh to its process groups, which some versions of torch lack. A destroyed
-    # group closes its connections when the last reference is dropped, which other ranks notice. If torch renames the registry,
-    # the connections stay open as long as the mesh lives.
-    for one in (mesh, getattr(mesh, "_root_mesh", None)):
-        registry = getattr(one, "_pg_registry", {})
-        for name in [name for name, group in registry.items() if not is_alive(group)]:
-            del registry[name]

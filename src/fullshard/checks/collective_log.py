@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
 
 from fullshard import _torch
@@ -22,18 +21,9 @@ _RECENT = 64  # number of calls of a log that are kept and published
 # A block with at least this many calls is full: `roll_block` then begins the next. Calls of a block are hashed together.
 _BLOCK_SIZE = 16
 
-# Bytes: the initial `largest_message`. Messages without parameters or buffers (heartbeats, comparisons) are smaller than this.
-_SMALL = 1 << 20
-
-# How long `close` and `set_silent` wait for a message that is being started. Then they go on, since the backend may itself be
-# waiting for other ranks.
-_START_SECONDS = 1.0
-
 # Action texts that error messages show under c10d's names, all_gather and reduce_scatter.
 _GATHER = re.compile(r"(forward|backward) gather")
 _REDUCTION = re.compile(r"reduction(?:, (.+))?")
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -130,28 +120,11 @@ class ExceptionNote:
         return f"{self.failure or 'an exception'} in {self.place}"
 
 
-class _Writes(NamedTuple):
-    """Writes to shards since a checkpoint was loaded, or since a unit was created."""
-
-    made: int  # number of them
-    digest: int  # equal on ranks that made the same ones
-    last: Fingerprint | None
-
-    def fingerprint(self) -> Fingerprint:
-        """Return one fingerprint for all of them."""
-        text = f"any_failed() after {self.made} step{'s' if self.made != 1 else ''} or writes, the last {self.last}"
-        return Fingerprint(UnitName(""), text, f"writes {self.made} {self.digest}")
-
-
-_NO_WRITES = _Writes(0, 0, None)
-_FRESH = _Writes(0, 1, Fingerprint(UnitName(""), "a load or fully_shard()", "load"))
-
-
 class CollectiveLog:
     """Calls of this rank on one set of ranks, in program order. One log has many blocks, one block many calls.
 
-    A call is a collective, or a local action that all ranks must take: an optimizer step or a write to shards. Ranks that run
-    the same program have equal logs. The first call that differs shows where they diverged.
+    A call is a collective, or an optimizer step, which all ranks must make too. Ranks that run the same program have equal
+    logs. The first call that differs shows where they diverged.
 
         rank 0   1 all_gather of 'a'   2 all_gather of 'b'   3 reduce_scatter of 'b'
         rank 1   1 all_gather of 'a'   2 all_gather of 'c'                            <- diverged at call 2
@@ -166,22 +139,16 @@ class CollectiveLog:
         "__weakref__",
         "_backwards",
         "_blocks",
-        "_carries",
         "_exception",
-        "_silent",
-        "_starting",
         "_unit_ids",
         "_verdicts",
-        "_writes",
-        "_written",
         "abort",
         "append",
         "before",
         "desync_error",
-        "epoch",
         "fingerprints",
+        "followers",
         "key",
-        "largest_message",
         "name",
         "rank",
         "ranks",
@@ -198,26 +165,19 @@ class CollectiveLog:
         """
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
         self.key = f"{crc32(name.encode()):08x}"  # short form of the name, for keys of the store
-        self.largest_message = _SMALL  # bytes of the largest message
         self._exception: ExceptionNote | None = None
         self.desync_error: str | None = None  # why the log is closed; None while it is open
-        self.epoch = 0  # number of restarts by all ranks together
         self._blocks: tuple[_Block, ...] = ()
         self.before: int  # number of calls before the last block
         self.fingerprints: list[Fingerprint]  # of the last block
         self.append: Callable[[Fingerprint], None]  # log the next call; raises StateError if the log is closed
-        # Whether messages carry a tag that identifies their call, so that after the log is closed the peers can send dummy data
-        # for those that this rank still waits for.
-        self.tagged = False
-        self.abort: Callable[[], None] | None = None  # ends all its collectives, where they cannot be ended one by one
-        self._starting = False  # whether a message is being started right now
+        self.tagged = False  # whether messages carry a tag that identifies their call
+        self.abort: Callable[[], None] | None = None  # aborts its process groups, so that no thread waits in them any more
+        self.followers: tuple[CollectiveLog, ...] = ()  # logs that are closed together with this one
         self._verdicts: list[str] = []  # of all threads that closed the log
-        self._silent = False  # whether queued collectives that have not started yet (CPU only) must not start
         self._backwards = 0
-        self._writes = _NO_WRITES
-        self._written: set[tuple[int, str]] = set()  # parameters with writes: id of the unit, name
         self._unit_ids = itertools.count()
-        self.start_epoch(0)
+        self._add_block(_Block(0, _hasher(name), []), ())
 
     def next_unit_id(self) -> int:
         """Return the id of a new unit. It is equal on all ranks, because they create their units together."""
@@ -235,10 +195,6 @@ class CollectiveLog:
         self.roll_block()
         block = self._blocks[-1]
         return _number(block.hashed() if block.fingerprints else block.hasher)
-
-    def allow_message_size(self, nbytes: int) -> None:
-        """Allow messages of up to `nbytes` bytes from now on."""
-        self.largest_message = max(self.largest_message, nbytes)
 
     def snapshot(self) -> tuple[int, int]:
         """Return the number of the last call and the hash of all calls. Any thread may call this."""
@@ -298,32 +254,11 @@ class CollectiveLog:
                 found.append((number, _number(hasher), str(fingerprint)))
         return found
 
-    def note_write(self, fingerprint: Fingerprint, written: Iterable[tuple[int, str]] = ()) -> None:
-        """Count an optimizer step or another write to shards, for `carry_writes`.
-
-        Args:
-            fingerprint: of the write.
-            written: the parameters, each as (id of its unit, its name); none for a load.
-        """
-        made, digest, _ = self._writes
-        self._writes = _Writes(made + 1, crc32(fingerprint, digest), fingerprint)
-        self._written.update(written)
-
-    def forget_writes(self, loaded: Iterable[tuple[int, str]] | None = None) -> None:
-        """Forget the writes so far, if no written parameter is left that the ranks have not loaded together since.
-
-        Args:
-            loaded: parameters that all ranks load; None for all, since all ranks are about to create a unit.
-        """
-        self._written.difference_update(self._written if loaded is None else loaded)
-        if not self._written:
-            self._writes = _FRESH
-
     def heartbeat_due(self, every: int) -> bool:
         """Return True if the backward that ends now sends a heartbeat, the small all-reduce that compares the logs.
 
-        Every `every`-th backward since the last restart sends one. A backward without a heartbeat is logged, so that ranks with
-        different counts of backwards are found to diverge.
+        Every `every`-th backward sends one. A backward without a heartbeat is logged, so that ranks with different counts of
+        backwards are found to diverge.
         """
         self._backwards += 1
         if self._backwards % every:
@@ -332,61 +267,17 @@ class CollectiveLog:
         return True
 
     def close(self, verdict: str) -> None:
-        """Close the log: from now on every call raises StateError with `verdict`.
-
-        Queued collectives that have not started yet (CPU only) never start.
-        """
+        """Close the log: from now on every call raises StateError with `verdict`."""
         self._verdicts.append(verdict)  # list.append is atomic: if several threads close the log, the first verdict counts
         self.desync_error = self._verdicts[0]
         self.append = partial(_raise_verdict, self.desync_error)
-        self._wait_for_start()
+        for follower in self.followers:
+            follower.close(self.desync_error)
 
-    def set_silent(self, silent: bool) -> None:
-        """Set whether queued collectives that have not started yet are kept from starting, although the log is open."""
-        self._silent = silent
-        self._wait_for_start()
-
-    def begin(self, start: Callable[[], T]) -> T:
-        """Call `start`, which starts messages.
-
-        Raises:
-            StateError: if the log is closed or silent.
-        """
-        # No lock: it would cost more than everything else here. The starting thread sets `_starting`, then reads the state.
-        # A closing thread sets the state, then reads `_starting`. So the message does not start, or the closing thread waits.
-        try:
-            self._starting = True
-            if self.desync_error is not None:
-                raise StateError(self.desync_error)
-            if self._silent:
-                raise StateError("The step was abandoned before this collective started. Run the step again.")
-            return start()
-        finally:
-            self._starting = False
-
-    def _wait_for_start(self) -> None:
-        """Wait until no message is being started, but at most `_START_SECONDS`."""
-        deadline = time.monotonic() + _START_SECONDS
-        while self._starting and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def start_epoch(self, epoch: int | None = None) -> None:
-        """Clear and open the log. All ranks must have agreed to restart from here."""
-        self.epoch = self.epoch + 1 if epoch is None else epoch
-        self._verdicts = []
-        self.desync_error = self._exception = None
-        self._backwards = 0
-        self._add_block(_Block(0, _hasher(f"{self.name} {self.epoch}"), []), ())
-        self._carries = self._writes.last is not None
-
-    def carry_writes(self) -> None:
-        """In the first forward of an epoch, log a call that stands for all writes of the epochs before.
-
-        Some ranks may have written before the step failed, and others not. Unless a load comes first, they diverge here.
-        """
-        if self._carries and self.desync_error is None:
-            self._carries = False
-            self.append(self._writes.fingerprint())
+    def check_open(self) -> None:
+        """Raise StateError if the log is closed."""
+        if self.desync_error is not None:
+            raise StateError(self.desync_error)
 
 
 class GroupFingerprints(dict[str, Fingerprint]):

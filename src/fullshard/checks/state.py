@@ -2,92 +2,58 @@
 
 from __future__ import annotations
 
-import struct
+import json
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall
 
-WAITING, RAISED, ENDED, IN_ANY_FAILED = 1, 2, 4, 8
-
 
 @dataclass(frozen=True, slots=True)
-class Position:
-    """State of a rank in one log, packed in 16 bytes.
+class RankState:
+    """State of a rank in one log, as it is published.
 
     Attributes:
         count: number of calls.
         hash: 64-bit hash of these calls.
-        epoch: number of restarts by all ranks together (modulo 2**8 when packed).
-        notices_read: number of notices that the rank had read (modulo 2**16 when packed).
-        flags: WAITING, RAISED (an exception ended the step), ENDED (the program), IN_ANY_FAILED.
+        notices_read: number of notices that the rank had read.
+        last: text of the last call; "" before the first one.
+        waits: number and text of the call that the rank waits for, as in "3, all_gather of 'a'"; None if it does not wait.
+        exception: exception that ended the step, and its place; None if there was none.
+        ended: whether the rank ended the program.
     """
 
     count: int
     hash: int
-    epoch: int = 0
     notices_read: int = 0
-    flags: int = 0
-
-    _FORM = struct.Struct("<IHBBq")
+    last: str = ""
+    waits: str | None = None
+    exception: str | None = None
+    ended: bool = False
 
     def pack(self) -> bytes:
         """Return the record to publish."""
-        return self._FORM.pack(self.count, self.notices_read & 0xFFFF, self.flags, self.epoch & 0xFF, self.hash)
+        return json.dumps(list(asdict(self).values())).encode()
 
     @classmethod
-    def unpack(cls, record: bytes) -> Position:
-        """Return the position in a published record.
+    def unpack(cls, record: bytes) -> RankState:
+        """Return the state in a published record. Raises ValueError or TypeError if the record is none."""
+        count, digest, notices_read, *words = json.loads(record)
+        return cls(int(count), int(digest), int(notices_read), *words)
 
-        Raises:
-            ValueError: if the record is not a position.
-        """
-        try:
-            count, notices_read, flags, epoch, digest = cls._FORM.unpack(record)
-        except struct.error as wrong:
-            raise ValueError(f"Expected a position, got another record: {wrong}.") from wrong
-        return cls(count, digest, epoch, notices_read, flags)
-
-    def has_read(self, number: int) -> bool:
-        """Return True if the position was published after the rank had read notice `number`."""
-        # both numbers are modulo 2**16, so compare their difference with half of that
-        return (self.notices_read - number) & 0xFFFF < 0x8000
-
-    def is_reply_to(self, number: int) -> bool:
-        """Return True if the position replies to notice `number`: published after the rank had read it, or at its end."""
-        return bool(self.flags & ENDED) or self.has_read(number)
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """State of a rank in one log, in words.
-
-    Attributes:
-        last: last call (number, text).
-        waits: call that the rank waits for (number, text).
-        exception: exception that ended the step, and its place.
-        any_failed: call of any_failed() that the rank waits in (key of its log, number, ranks).
-    """
-
-    last: Sequence[Any] | None
-    waits: Sequence[Any] | None
-    exception: str | None
-    any_failed: Sequence[Any] | None
+    def replies_to(self, number: int) -> bool:
+        """Return True if the state was published after the rank had read notice `number`, or at its end."""
+        return self.ended or self.notices_read >= number
 
     def __str__(self) -> str:
-        if self.last is None:
-            return "before the first collective"
+        where = f"after collective {self.count}, {self.last}" if self.count else "before the first collective"
         if self.exception is not None:
-            return f"raised {self.exception}, after collective {self.last[0]}, {self.last[1]}"
-        if self.waits is None:
-            return f"computing or elsewhere, after collective {self.last[0]}, {self.last[1]}"
-        return f"waiting in collective {self.waits[0]}, {self.waits[1]}"
-
-
-ANY_FAILED_PREFIX = "any_failed "  # prefix of the names of logs of any_failed()
+            return f"raised {self.exception}, {where}"
+        if self.waits is not None:
+            return f"waiting in collective {self.waits}"
+        return f"computing or elsewhere, {where}" if self.count else where
 
 
 class _CallInFlight(Protocol):
@@ -123,7 +89,7 @@ class WaitState:
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: _CallInFlight | None = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll
-        self._seen: tuple[CollectiveLog, int, int] | None = None  # not the call, which would keep its tensors alive
+        self._seen: tuple[CollectiveLog, int] | None = None  # not the call, which would keep its tensors alive
         self._since = 0.0
 
     def configure(self, patience: float, timeout: float | None) -> None:
@@ -159,7 +125,7 @@ class WaitState:
     def seconds_waiting(self, now: float) -> float:
         """Return the seconds since this method first saw the current call; 0 if the thread does not wait."""
         call = self.current()
-        seen = None if call is None else (call.log, call.log.epoch, call.number)
+        seen = None if call is None else (call.log, call.number)
         if seen != self._seen:
             self._seen, self._since = seen, now
         return 0.0 if seen is None else now - self._since
@@ -208,39 +174,13 @@ class LocalState:
         """Return a call of `log` that a thread waits for; None if no thread waits in it."""
         return next((call for state in self._waits if (call := state.waits_in(log)) is not None), None)
 
-    def any_failed_call(self) -> LoggedCall | None:
-        """Return the call of any_failed() that this rank waits in; None if it waits in none."""
-        calls = [state.call for state in self._waits]
-        return next((call for call in calls if call is not None and call.log.name.startswith(ANY_FAILED_PREFIX)), None)
-
-    def position(self, log: CollectiveLog, *, notices_read: int, ended: bool = False) -> Position:
-        """Return the position to publish. `notices_read` is the number of notices that this rank has read."""
+    def state(self, log: CollectiveLog, notices_read: int = 0, *, ended: bool = False) -> RankState:
+        """Return the state to publish. `notices_read` is the number of notices that this rank has read."""
         count, digest = log.snapshot()
-        flags = WAITING if self.waiting_in(log) is not None else 0
-        flags |= RAISED if log.exception_note is not None else 0
-        flags |= ENDED if ended else 0
-        flags |= IN_ANY_FAILED if self.any_failed_call() is not None else 0
-        return Position(count, digest, log.epoch, notices_read, flags)
-
-    def status(self, log: CollectiveLog) -> RankStatus:
-        """Return the status to publish."""
-        calls = log.recent_calls()
-        texts = {number: text for number, _, text in calls}
-        waiting, voting = self.waiting_in(log), self.any_failed_call()
-        last = (calls[-1][0], calls[-1][2]) if calls else None
-        waits = None if waiting is None else (waiting.number, texts.get(waiting.number, last[1] if last else ""))
-        any_failed: Any = None if voting is None else (voting.log.key, voting.number, voting.log.ranks)
-        return RankStatus(last, waits, log.exception_note, any_failed)
+        texts = {number: text for number, _, text in log.recent_calls()}
+        waiting = self.waiting_in(log)
+        waits = None if waiting is None else f"{waiting.number}, {texts.get(waiting.number, waiting.fingerprint)}"
+        return RankState(count, digest, notices_read, texts.get(count, ""), waits, log.exception_note, ended)
 
 
-__all__ = [
-    "ANY_FAILED_PREFIX",
-    "ENDED",
-    "IN_ANY_FAILED",
-    "RAISED",
-    "WAITING",
-    "LocalState",
-    "Position",
-    "RankStatus",
-    "WaitState",
-]
+__all__ = ["LocalState", "RankState", "WaitState"]

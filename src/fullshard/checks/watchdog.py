@@ -5,62 +5,73 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
-import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall, headline
-from fullshard.checks.diagnosis import Diagnosis
-from fullshard.checks.notices import REQUEST_INTERVAL, ClosedLogs, Notices
-from fullshard.checks.state import ENDED, RAISED, LocalState, Position, WaitState
-from fullshard.checks.store import TICK, RateLimiter, Records, StateStore, open_wakeup_socket
-from fullshard.comm.process_groups import release
+from fullshard.checks.state import LocalState, WaitState
+from fullshard.checks.store import TICK, StateStore
+from fullshard.checks.verdict import Inquiry
 
-_GONE_SECONDS = 2.0  # seconds to wait before it is checked whether the processes of other ranks exist
-EXIT_SECONDS = 2.0  # maximum seconds to wait for replies, and for a thread, when the program ends
+REQUEST_INTERVAL = 5.0  # seconds after which a rank that still waits requests the states anew
+EXIT_SECONDS = 2.0  # maximum seconds to wait for other ranks, and for a thread, when the program ends
+
+_FOLLOW_SECONDS = 10.0  # seconds for which a rank polls often after a request
+_GRACE = 1.5  # seconds to wait for the states of all ranks after some were found to diverge
+# Seconds of waiting in a closed log before its process groups are aborted, if its messages carry no tags: a call that all ranks
+# have queued on their devices may still complete.
+_ABORT_SECONDS = 1.0
+_ABORTED = "The process groups of these ranks are aborted: end the program."
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Request for the states of all ranks in one log. The rank that posted the last one reads them."""
+
+    number: int  # of the notice
+    rank: int
+    time: float  # at which this rank read or posted it
 
 
 class Watchdog:
     """Watchdog of a process: a thread that checks ten times a second whether this rank waits too long for a collective.
 
-    While no rank waits, it sends no requests to the store.
+    A rank that waits for none polls one key of the store, the number of notices, each second (each N / 2,000 seconds with more
+    than 2,000 ranks).
 
-    1. A rank that has waited longer than its patience publishes its position in each of its logs. It wakes the other ranks,
-       which publish theirs. A few ranks read them.
+    1. A rank that has waited longer than its patience posts a request. All ranks publish their states, and this rank reads
+       them.
     2. If two logs differ, the ranks have diverged. The rank that finds this, or finds that another rank raised, ended or
        disconnected, posts a verdict.
     3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
-    4. Each rank publishes the messages that it still waits for. The others complete them with dummy data, so all waits return.
+    4. Each rank aborts the process groups of a closed log, so all waits return.
 
     On gloo, messages carry the tag of their call, so no rank receives the data of another call. On nccl, the watchdog polls the
-    oldest collective in flight, since the host does not wait, and in step 4 each rank aborts its process groups.
+    oldest collective in flight, since the host does not wait.
 
-        local state ──> records ──> state store <── notices ──> closed logs
-                           └──> diagnosis ──> verdicts        rate limiter: when to send requests to the store
+        local state ──> records ──> state store <── notices: requests, verdicts ──> closed logs, aborted process groups
+                          states of all ranks ──> verdict
     """
 
     def __init__(self, store: StateStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
         self._local = LocalState(store.rank)
-        self._records = Records(store, self._local)
-        self._limiter = RateLimiter(store)
-        self._closed = ClosedLogs(store, self._local, self._records)
-        self._notices = Notices(store, self._local, self._records, self._limiter, self._closed, self._now)
-        self._diagnosis = Diagnosis(store, self._local, self._records, self._limiter, self._notices)
         self._lock = threading.RLock()
-        # The last result of `describe_peers`: log -> ((epoch, number of calls), text).
-        self._described: weakref.WeakKeyDictionary[CollectiveLog, tuple[tuple[int, int], str]] = weakref.WeakKeyDictionary()
-        self._report_wanted = False
+        self._last_poll = clock() - store.period(waits=False) * (1 - store.rank / store.size)  # so that ranks take turns
+        self._following_until = float("-inf")  # until then, this rank polls as often as if it waited
+        self._requests: dict[str, _Request] = {}  # the last one, by key of the log
+        self._verdicts: dict[str, str] = {}  # by key of the log
+        self._closed_at: dict[str, float] = {}  # time at which a wait in a closed log was seen first, by key of the log
+        self._diverged_at: dict[str, float] = {}  # time at which ranks were found to diverge, by key of the log
+        # The last result of `describe_peers`: log -> (number of calls, text).
+        self._described: weakref.WeakKeyDictionary[CollectiveLog, tuple[int, str]] = weakref.WeakKeyDictionary()
         self._thread = WatchThread(self)
-
-    def _now(self) -> float:
-        return self._clock()
 
     # --- logs and waits ---
 
@@ -68,8 +79,8 @@ class Watchdog:
         """Watch the waits in `log`. `start` also starts the thread, if it does not run yet."""
         with self._lock:
             self._local.logs[log.key] = log
-            self._records.announce(log)
-            self._notices.add(log)
+            if log.key in self._verdicts:
+                log.close(self._verdicts[log.key])
         if start:
             self._thread.start()
 
@@ -78,239 +89,207 @@ class Watchdog:
         with self._lock:
             return self._local.new_wait_state()
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep the watchdog from checking inside the block."""
-        with self._lock:
-            yield
+    @property
+    def has_closed(self) -> bool:
+        """True if a verdict closed a log of this rank."""
+        return bool(self._verdicts)
 
-    def request_report(self) -> None:
-        """Print the states of all ranks at the next check."""
-        self._report_wanted = True
+    def positions(self) -> list[str]:
+        """Return the state of this rank in each log that has calls."""
+        return [str(self._local.state(log)) for log in self._local.all_logs() if log.count]
 
     def follow_peers(self) -> None:
-        """Read notices for a while: this rank raised an exception, and other ranks may soon wait for it."""
-        self._notices.follow_peers()
+        """Poll often for a while: this rank raised an exception, and other ranks may soon wait for it."""
+        self._following_until = self._clock() + _FOLLOW_SECONDS
 
     def end(self) -> None:
         """Stop the watchdog, because the program ends or its process group was destroyed."""
-        if self._thread.end():
+        if self._thread.end() and not self._store.is_cut_off:
             with contextlib.suppress(Exception):
-                if self._is_awaited():
-                    self._records.publish(self._records.changed(ended=True))
-            self._store.close()
-
-    def _is_awaited(self) -> bool:
-        """Return True if other ranks may wait for this one: it published its status, raised or has a closed log.
-
-        On backends without tags every rank counts: gloo's peers notice that its connections close, nccl's do not.
-        """
-        logs = self._local.all_logs()
-        published = self._records.has_published_status or any(log.abort is not None for log in logs)
-        return (published and _torch.default_store() is PROCESS.store) or any(
-            log.exception_note is not None or log.desync_error is not None for log in logs
-        )
+                for log in self._local.all_logs():
+                    self._publish(log, ended=True)
+                self._store.leave()
 
     # --- check ---
 
-    def check(self, woken: bool = False) -> None:
-        """Check this rank and, if a wait is long or another rank woke this one, the other ranks."""
+    def check(self) -> None:
+        """Check the waits of this rank, and poll the store if that is due."""
         now = self._clock()
         with self._lock:
-            if self._report_wanted or PROCESS.signals.take():
-                self._report_wanted = False
-                self._report()
-            if woken:
-                self._notices.follow_peers()
-                self._closed.schedule_read(now)
-            for state in self._local.waits():
+            waits = self._local.waits()
+            for state in waits:
                 state.poll_device()
-            stuck = [(state, state.seconds_waiting(now)) for state in self._local.waits()]
-            concerned = [state for state, seconds in stuck if seconds > state.patience]
-            waits = any(seconds > state.patience / 2 for state, seconds in stuck)  # publishing may have to wait for a time slot
-            self._notices.update_closed()
-            self._closed.abort_stalled(now)
-            if waits or self._notices.is_following(now):
-                self._follow(now, concerned)
-            else:
-                self._limiter.reset_reads()
-                if self._records.has_announcement and self._limiter.try_send(now):
-                    self._records.publish_announcement()
+            stuck = [state for state in waits if state.seconds_waiting(now) > state.patience]
+            self._abort_closed(now)
+            follows = bool(stuck) or now < self._following_until
+            if now >= self._last_poll + self._store.period(waits=follows):
+                self._last_poll = now
+                self._exchange(now, stuck, follows)
 
-    def _follow(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """Exchange states with the other ranks, because some rank waits."""
-        if self._store.many:
-            self._publish_and_read_when_due(now, concerned)
-        else:
-            self._publish_and_read(now, concerned)
+    def _exchange(self, now: float, stuck: Sequence[WaitState], follows: bool) -> None:
+        """Read notices, publish the states of this rank, and diagnose the waits `stuck`."""
+        self._read_notices()
         for log in self._local.all_logs():
-            if self._limiter.try_read(log, now):
-                self._diagnose(log, [state for state in concerned if state.waits_in(log)], now)
-        self._find_gone_neighbor(now, concerned)
-        self._closed.drain_due(now)
+            if follows or not self._store.has_published(log):
+                self._publish(log)
+            waits = [state for state in stuck if state.waits_in(log) is not None]
+            if waits and log.desync_error is None:
+                self._diagnose(log, waits, now)
 
-    def _find_gone_neighbor(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """Close a log if the process of one of its ranks on this machine is gone; the kernel may have killed it for memory.
+    def _read_notices(self) -> None:
+        """Read the new notices, and reply to requests."""
+        asked = False
+        for number, (kind, *rest) in self._store.news():
+            if kind == "request":
+                key, rank = rest
+                self._requests[key] = _Request(number, rank, self._clock())
+                asked = True
+            elif kind == "verdict":
+                key, text = rest
+                log = self._local.logs.get(key)
+                if self._verdicts.setdefault(key, text) == text and log is not None:
+                    log.close(text)
+            elif kind == "leave":
+                self._store.cut_off(self._local.all_logs())
+        if asked:
+            self.follow_peers()
+            for log in self._local.all_logs():
+                self._publish(log)
 
-        On gloo this is not needed: there, connections close when a process ends. It is done only after some seconds, so that a
-        reason that the rank published before it ended is found first.
-        """
-        for state in concerned:
-            call = state.current()
-            if call is None or call.log.abort is None or state.seconds_waiting(now) < max(_GONE_SECONDS, state.patience):
+    def _publish(self, log: CollectiveLog, *, ended: bool = False) -> None:
+        self._store.publish_state(log, self._local.state(log, self._store.notices_read, ended=ended))
+
+    def _request(self, log: CollectiveLog) -> _Request:
+        """Request the states of all ranks in a log."""
+        number = self._store.post("request", log.key, self._local.rank)
+        request = self._requests[log.key] = _Request(number, self._local.rank, self._clock())
+        return request
+
+    def _diagnose(self, log: CollectiveLog, waits: Sequence[WaitState], now: float) -> None:
+        """Request the states of all ranks, or read them if that was done, and post a verdict if one can be given."""
+        request = self._requests.get(log.key)
+        interval = max(REQUEST_INTERVAL, 3 * self._store.period(waits=True))
+        waiting = min((state.seconds_waiting(now) for state in waits), default=interval)
+        if request is None or request.time < now - min(waiting, interval):
+            request = self._request(log)
+        late = [
+            (state, call)
+            for state in waits
+            if state.timeout is not None
+            and state.seconds_waiting(now) > state.timeout
+            and (call := state.waits_in(log)) is not None
+        ]
+        if request.rank != self._local.rank and not late:
+            return  # another rank reads
+        inquiry = Inquiry(self._store, log, request.number)
+        text = self._why(log, inquiry, waits, now)
+        if text is None and late:
+            state, call = late[0]
+            if inquiry.is_complete or state.seconds_waiting(now) > (state.timeout or 0.0) + interval:
+                text = f"rank {self._local.rank} waited {state.timeout:g} seconds (CheckPolicy.timeout) in {call}. {inquiry}"
+        if text is not None:
+            self._post_verdict(log, text)
+
+    def _why(self, log: CollectiveLog, inquiry: Inquiry, waits: Sequence[WaitState], now: float) -> str | None:
+        """Return the verdict on a log; None if its collectives may complete."""
+        diverged = inquiry.why_diverged()
+        if diverged is not None:
+            text, names_all = diverged
+            first = self._diverged_at.setdefault(log.key, now)
+            # More states may arrive soon, and the verdict should name all ranks.
+            return text if names_all or inquiry.is_complete or now > first + _GRACE else None
+        for state in waits:
+            call = state.waits_in(log)
+            if call is not None:  # None: the thread has continued
+                text_of_wait = inquiry.why_waiting(state, call, state.seconds_waiting(now))
+                if text_of_wait is not None:
+                    return text_of_wait
+        return None
+
+    # --- verdicts ---
+
+    def _post_verdict(self, log: CollectiveLog, text: str) -> None:
+        """Post a verdict. The first verdict posted on a log closes it on all ranks, this one included."""
+        text = f"{text.rstrip('.')}. {_ABORTED}"
+        try:
+            self._store.post("verdict", log.key, text)
+            for _ in range(0 if self._store.is_cut_off else 30):
+                self._read_notices()
+                if log.desync_error is not None:
+                    return
+                time.sleep(TICK)
+        except Exception:  # without the store, close the log on this rank only
+            pass
+        self._verdicts.setdefault(log.key, text)
+        log.close(text)
+
+    def _abort_closed(self, now: float) -> None:
+        """Abort the process groups of closed logs: at once, or if a thread goes on to wait for a device."""
+        for log in self._local.all_logs():
+            if log.desync_error is None or log.abort is None:
                 continue
-            if self._records.lacks_neighbors(now) and self._limiter.try_send(now):
-                self._records.read_neighbors(now)
-            rank = self._records.gone_neighbor(call.log) if call.log.desync_error is None else None
-            # A process that is gone may have taken part in the call, and another rank may be late. So all others must wait.
-            if rank is not None and self._limiter.try_send(now) and self._records.all_wait(call.log):
-                self.peer_lost(call, rank, "its process ended")
-
-    def _publish_and_read(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """Publish the changed state of this rank, read notices, and request positions if that is due."""
-        self._records.publish(self._records.changed())
-        self._notices.read_notices()
-        if self._notices.should_request(now, concerned):
-            self._notices.request_or_wake_readers(now)
-
-    def _publish_and_read_when_due(self, now: float, concerned: Sequence[WaitState]) -> None:
-        """Do one of the requests of `_publish_and_read` if this rank may send one now."""
-        if not self._limiter.try_send(now):
-            return
-        if records := self._records.changed():
-            self._records.publish(records)
-        elif self._store.has_news:
-            self._notices.read_notices()
-        elif self._notices.should_request(now, concerned):
-            self._notices.request_or_wake_readers(now)
-        else:
-            self._store.count_news()
-
-    def _diagnose(self, log: CollectiveLog, concerned: Sequence[WaitState], now: float) -> None:
-        """Post a verdict on the log if its collectives cannot complete."""
-        if log.desync_error is None:
-            text = self._diagnosis.of(log, concerned, now)
-            if text is not None:
-                self._notices.post_verdict(log, text)
+            if not log.tagged and self._local.waiting_in(log) is None:
+                continue
+            if log.tagged or now >= self._closed_at.setdefault(log.key, now) + _ABORT_SECONDS:
+                abort, log.abort = log.abort, None
+                abort()
 
     # --- calls by the runtime ---
-
-    def publish_state(self) -> None:
-        """Publish the state of this rank, and the messages of closed logs that it waits for."""
-        with self._lock:
-            self._records.publish(self._records.changed())
-            self._closed.republish_needs()
-
-    def drain_peers(self, log: CollectiveLog) -> None:
-        """Complete all pending messages of a closed log. All other ranks must have published their needs."""
-        with self._lock:
-            self._closed.drain_all(log)
 
     def describe_peers(self, log: CollectiveLog) -> str:
         """Return the states of the other ranks, after giving them some time to reply."""
         # many collectives of one rank may fail together: request the states once for all calls up to now
-        logged, known = (log.epoch, log.count), self._described.get(log)
-        if known is None or known[0] != logged:
+        known = self._described.get(log)
+        if known is None or known[0] != log.count:
             try:
-                text = self._request_and_describe([log])[0]
+                text = self._ask(log)
             except Exception as failure:
                 text = f"(The store of the process group does not answer: {headline(failure)})"
-            known = self._described[log] = logged, text
+            known = self._described[log] = log.count, text
         return known[1]
 
-    def _request_and_describe(self, logs: Sequence[CollectiveLog]) -> list[str]:
-        """Request the states of the other ranks, wait for their replies, and return the text for each log."""
-        *_, positions_by_log = self._iter_positions(logs, REQUEST_INTERVAL + 1.0)
+    def _ask(self, log: CollectiveLog) -> str:
+        """Request the states of the other ranks, and return them once all have replied or some time has passed."""
+        end = self._clock() + REQUEST_INTERVAL + 1.0
         with self._lock:
-            return [self._diagnosis.peer_statuses(log, positions) for log, positions in zip(logs, positions_by_log)]
+            request = self._request(log)
+        while True:
+            with self._lock:  # released between reads, so that this rank replies to others meanwhile
+                self._read_notices()
+                inquiry = Inquiry(self._store, log, request.number)
+            if inquiry.is_complete or self._clock() > end or self._thread.pause():
+                return str(inquiry)
 
-    def _iter_positions(self, logs: Sequence[CollectiveLog], seconds: float) -> Iterator[list[dict[int, Position]]]:
-        return self._notices.iter_positions(logs, seconds, self._lock, self._thread.pause)
-
-    def peer_lost(self, call: LoggedCall, rank: int, sign: str = "it closed its connections") -> None:
-        """Close the log of `call` because `rank` is gone.
-
-        The text gives the reason that the rank published, or else `sign`: how this rank noticed it.
-        """
-        log = call.log
-        how = f"is gone: {sign}"
+    def peer_lost(self, call: LoggedCall, rank: int) -> None:
+        """Close the log of `call` because `rank` closed its connections, with the reason if the rank published one."""
+        log, how = call.log, "is gone: it closed its connections"
         with self._lock:
             try:
-                self._notices.read_notices()
-                position = self._records.positions(log).get(rank)
-                if position is not None and position.flags & ENDED:
+                self._read_notices()
+                state = self._store.states(log, [rank]).get(rank)
+                if state is not None and state.exception is not None:
+                    how = f"raised {state.exception}, and it closed its connections"
+                elif state is not None and state.ended:
                     how = "ended the program"
-                if position is not None and position.flags & RAISED:
-                    status = self._records.statuses(log, [rank]).get(rank)
-                    if status is not None and status.exception is not None:
-                        how = f"raised {status.exception}, and {sign}"
             except Exception:  # the store cannot be reached: its rank ended
                 if self._store.is_served_by_first_rank and self._local.rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"
             if log.desync_error is None:
-                self._notices.post_verdict(log, f"rank {rank} {how}, while rank {self._local.rank} was in {call}")
+                self._post_verdict(log, f"rank {rank} {how}, while rank {self._local.rank} was in {call}")
 
     def diagnose_desync(self, log: CollectiveLog, seconds: float = 5.0) -> str:
         """Return where ranks diverged, after a heartbeat showed that they did; "" if their recent calls do not show it."""
-        deadline = time.monotonic() + seconds
+        period = self._store.period(waits=True)
+        deadline = time.monotonic() + max(seconds, 3 * period)
         while time.monotonic() < deadline:
             with self._lock:
-                self._records.publish(self._records.changed())
-                self._notices.read_notices()
-                if log.desync_error is None and self._limiter.is_reader(log):
+                self._read_notices()
+                if log.desync_error is None:
                     self._diagnose(log, (), self._clock())
                 if log.desync_error is not None:
                     return log.desync_error
-            time.sleep(TICK)
+            time.sleep(period)
         return ""
-
-    # --- reports ---
-
-    def report_at_end(self) -> None:
-        """Post and print the state of this rank, because an error of torch's own collectives ends the program.
-
-        Errors of torch name neither units nor ranks. The other ranks fail later, because this rank ended, and their error texts
-        then contain the state of this rank, the first cause.
-        """
-        rank, store = self._local.rank, self._store
-        texts: dict[str, None] = {}
-        for log in [log for log in self._local.all_logs() if log.count and self._limiter.is_reader(log)]:
-            there = ""
-            try:
-                for (positions,) in self._iter_positions([log], EXIT_SECONDS) if log.desync_error is None else ():
-                    with self._lock:
-                        there = self._diagnosis.peer_statuses(log, positions)
-            except Exception:  # the store cannot be reached: its rank may have ended with the same error
-                if not there and store.is_served_by_first_rank and rank != 0:
-                    there = "rank 0 is gone, and with it the store of the process group"
-            text = f"rank {rank} ended with an error of torch's own collectives, {self._local.status(log)}. {there}"
-            with self._lock:
-                if log.desync_error is None:
-                    self._notices.post_verdict(log, text)
-            texts[log.desync_error or text] = None
-        if texts:
-            print(f"fullshard: rank {rank}: {'; '.join(texts)}", file=sys.stderr, flush=True)
-            if store.is_served_by_first_rank and rank == 0:
-                time.sleep(3 * TICK)  # the store ends with this rank, so give the other ranks time to read the verdict
-
-    def _report(self) -> None:
-        """Print the states of all ranks."""
-        rank = self._local.rank
-        logs = [log for log in self._local.all_logs() if log.count]
-        lines = [
-            f"fullshard: rank {rank}: {self._local.status(log)}; {there}"
-            for log, there in zip(logs, self._request_and_describe(logs))
-        ]
-        print("\n".join(lines) or f"fullshard: rank {rank}: before the first collective", file=sys.stderr, flush=True)
-
-    # --- for its thread ---
-
-    def wait_for_wakeup(self, ended: threading.Event) -> bool:
-        """Sleep until the next check or a wake-up. Return True if another rank woke this one."""
-        if self._store.wakeup_socket is not None:
-            return self._store.wakeup_socket.wait(TICK, PROCESS.signals.files)
-        ended.wait(TICK)
-        return False
 
 
 class WatchThread:
@@ -339,19 +318,17 @@ class WatchThread:
             return False
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2.0)
+            self._thread.join(EXIT_SECONDS)
         return True
 
     def _run(self) -> None:
         _torch.relax_capture_mode()  # the checks poll events of collectives in flight
         failures = 0
-        while not self._ended.is_set():
+        while not self.pause():
             try:
-                woken = self._watchdog.wait_for_wakeup(self._ended)
                 if _torch.default_store() is not PROCESS.store:
                     return PROCESS.end_destroyed(self._watchdog)
-                if not self._ended.is_set():
-                    self._watchdog.check(woken)
+                self._watchdog.check()
                 failures = 0
             except _torch.NetworkError:  # the store cannot be reached: its rank ended
                 return
@@ -365,73 +342,6 @@ class WatchThread:
                     return
 
 
-class SignalListener:
-    """Listener for SIGUSR1, unless the program has a handler for it already.
-
-    Python runs signal handlers in the main thread only, and not while that thread waits in C++ for a collective. But Python's
-    C handler writes the number of the signal to the wake-up pipe at once, so the watchdog thread reads the pipe.
-    """
-
-    def __init__(self) -> None:
-        self._reader: int | None = None
-        self._writer: int | None = None
-        self._report: Callable[[], None] = _nothing
-
-    def listen(self, report: Callable[[], None]) -> None:
-        """Install the handler and the pipe. The handler calls `report` if the pipe is missing or replaced by other code."""
-        self._report = report
-        if threading.current_thread() is not threading.main_thread() or _torch.is_handled(signal.SIGUSR1):
-            return
-        signal.signal(signal.SIGUSR1, self._on_signal)
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        if before == -1:
-            self._reader, self._writer = reader, writer
-        else:
-            signal.set_wakeup_fd(before)
-            os.close(reader)
-            os.close(writer)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        """Call `report`, unless the signal went through the pipe, where the watchdog has read it already."""
-        # runs in the main thread, once that thread executes Python again
-        current = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(current)
-        if self._writer is None or current != self._writer:
-            self._report()
-
-    @property
-    def files(self) -> Sequence[int]:
-        """File descriptors that are readable after a signal."""
-        return () if self._reader is None else (self._reader,)
-
-    def take(self) -> bool:
-        """Return True if the signal arrived since the last call."""
-        if self._reader is None:
-            return False
-        try:
-            return signal.SIGUSR1 in os.read(self._reader, 4096)
-        except BlockingIOError:
-            return False
-
-    def end(self) -> None:
-        """Ignore the signal: at exit, Python restores the default handler, which would end the process."""
-        if signal.getsignal(signal.SIGUSR1) == self._on_signal:
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-    def forget(self) -> None:
-        """Drop the pipe in a forked process, because it belongs to the parent."""
-        if self._writer is not None and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-        self._reader = self._writer = None
-
-
-def _nothing() -> None:
-    pass
-
-
 class _Process:
     """The watchdog of this process: created with its process group, ended with the group or the program.
 
@@ -439,14 +349,12 @@ class _Process:
         watchdog: watchdog of the current process group.
         store: store of the current process group.
         threads: threads of this watchdog and of earlier ones.
-        signals: listener for SIGUSR1, which requests a report.
     """
 
     def __init__(self) -> None:
         self.watchdog: Watchdog | None = None
         self.store: object = None
         self.threads: list[threading.Thread] = []
-        self.signals = SignalListener()
         self._lock = threading.Lock()
         self._generation = 0  # number of process groups that had a watchdog; part of the key prefix in the store
 
@@ -461,43 +369,31 @@ class _Process:
                 before = self.watchdog
                 own = _torch.own_store(store, f"fullshard/{self._generation}")
                 self._generation += 1
-                self.watchdog = Watchdog(StateStore(own, _torch.global_rank(), _torch.world_size(), open_wakeup_socket(store)))
+                self.watchdog = Watchdog(StateStore(own, _torch.global_rank(), _torch.world_size()))
                 self.store = store
-                self.signals.listen(self._request_report)
             found = self.watchdog
         if before is not None:  # the watchdog of a process group that was destroyed a moment ago
             before.end()
-            release()
         return found
 
-    def _request_report(self) -> None:
-        watchdog = self.watchdog
-        if watchdog is not None:
-            watchdog.request_report()
-
     def end_destroyed(self, watchdog: Watchdog) -> None:
-        """End the watchdog of a destroyed process group, and close its connections, which the other ranks notice."""
+        """End the watchdog of a destroyed process group."""
         watchdog.end()
         with self._lock:
             if self.watchdog is watchdog:
                 self.watchdog = self.store = None
-        release()
 
     def end(self) -> None:
         """End the watchdog at the exit of Python."""
-        self.signals.end()
         watchdog = self.watchdog  # read once: its thread may set it to None at any time
         if watchdog is not None:
-            if _torch.ends_by_collective():
-                watchdog.report_at_end()
             watchdog.end()
         # A thread may be ending because its process group was destroyed. Python would abort if it exited before the thread.
         for thread in self.threads:
             thread.join(EXIT_SECONDS)
 
     def forget(self) -> None:
-        """Reset the state in a forked process: thread, connection, pipe and lock belong to the parent."""
-        self.signals.forget()
+        """Reset the state in a forked process: thread, connection and lock belong to the parent."""
         self.watchdog, self.store, self.threads, self._lock = None, None, [], threading.Lock()
 
 
@@ -513,4 +409,23 @@ def watchdog_of(backend: str) -> Watchdog | None:
     return None if store is None else PROCESS.watchdog_of(store)
 
 
-__all__ = ["EXIT_SECONDS", "Watchdog", "watchdog_of"]
+def positions() -> str:
+    """Return where this rank is: the collective that it waits in, or its last one, with the unit. For a handler of your own.
+
+    Nothing is sent, and nothing in the process is changed.
+
+    Returns:
+        One line for each set of ranks with collectives of its own.
+
+    Example:
+        >>> def show(number, frame):
+        ...     print(fullshard.positions(), file=sys.stderr, flush=True)
+        >>> signal.signal(signal.SIGUSR1, show)                                               # doctest: +SKIP
+    """
+    watchdog = PROCESS.watchdog
+    found = [] if watchdog is None else watchdog.positions()
+    rank = "" if watchdog is None else f"rank {_torch.global_rank()}: "
+    return "\n".join(f"{rank}{text}" for text in found or ["before the first collective"])
+
+
+__all__ = ["EXIT_SECONDS", "Watchdog", "positions", "watchdog_of"]

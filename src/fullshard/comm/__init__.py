@@ -7,5 +7,4 @@ gloo.py            gloo on the CPU: point-to-point messages under tags
 custom.py          AllGather, ReduceScatter: custom collectives and their memory
 streams.py         streams on which collectives run, and InFlight, the queue of collectives in flight
 traffic.py         TrafficCounter: counts collectives
-process_groups.py  handles to process groups, dropped when torch destroys the group
 """

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.base import StartedWork
-from fullshard.comm.process_groups import held
 from fullshard.policies import DIRECT_MIN_BYTES
 
 _CARRIED = {  # dtypes that every backend supports; tensors of other dtypes are all-gathered as bytes
@@ -48,25 +47,25 @@ class CoalescedCollectives:
                 each tensor takes a call of its own: gloo's coalesced all-gather reads device memory from the host, which kills
                 the process (seen with torch 2.11), and some versions of torch lack its coalesced reduce-scatter.
         """
-        self._held, self._averages, self._stages = held(group), averages, stages
+        self._group, self._averages, self._stages = group, averages, stages
         self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare an all-gather in one call, or in one call per tensor if the backend cannot coalesce."""
-        held = self._held  # the lambdas hold the handle, not the group, so that a destroyed group is freed
+        group = self._group
         if outs[0].dtype not in _CARRIED:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
         if len(outs) == 1:
             out, shard = outs[0], shards[0]
-            return lambda: StartedWork((_torch.all_gather_base(held.group, out, shard) or _QUEUED,))
+            return lambda: StartedWork((_torch.all_gather_base(group, out, shard) or _QUEUED,))
         if self._stages:
-            return lambda: StartedWork([_torch.all_gather_base(held.group, *pair) or _QUEUED for pair in zip(outs, shards)])
-        return lambda: StartedWork((_torch.all_gather_coalesced(held.group, outs, shards) or _QUEUED,))
+            return lambda: StartedWork([_torch.all_gather_base(group, *pair) or _QUEUED for pair in zip(outs, shards)])
+        return lambda: StartedWork((_torch.all_gather_coalesced(group, outs, shards) or _QUEUED,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
         average = self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
-        group = self._held.group
+        group = self._group
         if len(outs) == 1 or self._stages:
             works = [_torch.reduce_scatter_base(group, *pair, average=average) or _QUEUED for pair in zip(outs, fulls)]
         else:
@@ -79,13 +78,13 @@ class CoalescedCollectives:
     ) -> StartedWork:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
         sizes = list(received_sizes), list(sent_sizes)
-        work = dist.all_to_all_single(received, sent, *sizes, group=self._held.group, async_op=self._stages)
+        work = dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=self._stages)
         return StartedWork((work or _QUEUED,))
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), in place."""
-        return StartedWork((_torch.all_reduce_sum(self._held.group, tensor) or _QUEUED,))
+        return StartedWork((_torch.all_reduce_sum(self._group, tensor) or _QUEUED,))
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (maximum), in place."""
-        return StartedWork((_torch.all_reduce_max(self._held.group, tensor) or _QUEUED,))
+        return StartedWork((_torch.all_reduce_max(self._group, tensor) or _QUEUED,))

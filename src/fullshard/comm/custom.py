@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.base import Allocate, Collectives, StartedWork
-from fullshard.comm.process_groups import held
 
 
 class Comm(ABC):
@@ -106,7 +105,7 @@ class CustomCollectives:
         reduce_scatter: ReduceScatter | None = None,
         asynchronous: bool = True,
     ) -> None:
-        self._inner, self._held, self._gather, self._reduce = inner, held(group), all_gather, reduce_scatter
+        self._inner, self._group, self._gather, self._reduce = inner, group, all_gather, reduce_scatter
         self._asynchronous = asynchronous
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
@@ -127,7 +126,7 @@ class CustomCollectives:
                 chunk = out.view(self.ranks, -1)[self.rank]
                 if chunk.data_ptr() != shard.data_ptr():
                     chunk.copy_(shard)
-                works.append(call(out, chunk, self._held.group, async_op=self._asynchronous))
+                works.append(call(out, chunk, self._group, async_op=self._asynchronous))
             return StartedWork([work for work in works if work is not None])
 
         return gather
@@ -136,7 +135,7 @@ class CustomCollectives:
         """Start the custom reduce-scatter; without one, the reduce-scatter of `inner`."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
-        group, add = self._held.group, dist.ReduceOp.SUM
+        group, add = self._group, dist.ReduceOp.SUM
         works = [self._reduce(out, full, group, add, async_op=self._asynchronous) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)

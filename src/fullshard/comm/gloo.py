@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import frexp
-from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,6 @@ from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.base import StartedWork
-from fullshard.comm.process_groups import held, on_release
-from fullshard.errors import StateError
 from fullshard.policies import DIRECT_MIN_BYTES
 
 # A tag has 24 bits for the call and, below them, 4 bits for the stage of the call. The first tag is above those that programs
@@ -25,62 +21,22 @@ from fullshard.policies import DIRECT_MIN_BYTES
 _FIRST_TAG = 0x20000000
 _STAGE_BITS = 4
 _FEW_RANKS = 8  # up to this many ranks, each rank sends to all others
-_REMEMBERED_CALLS = 512  # number of recent calls in `P2PChannel.posted`
-
-T = TypeVar("T")
 
 
-class SendGate(Protocol):
-    """Interface of the collective log: messages belong to a log, and a closed log does not start them."""
-
-    name: str  # of the log
-
-    def begin(self, start: Callable[[], T]) -> T:
-        """Call `start`. Raises if the log is closed."""
-        ...
-
-
-class _OpenGate:
-    """Gate for messages without a collective log. It starts everything."""
-
-    def __init__(self) -> None:
-        self.name = ""
-
-    def begin(self, start: Callable[[], T]) -> T:
-        return start()
+TensorOfPeer = tuple[Tensor, int]
+"""A tensor, and the rank in the group that it is received from or sent to."""
 
 
 @dataclass(slots=True)
 class MessageTag:
-    """The tag of the next messages, equal on all ranks of a call, and the collective log of the call."""
+    """The tag of the next messages, equal on all ranks of a call."""
 
-    hash: int = 0  # of all calls up to this one
-    gate: SendGate = field(default_factory=_OpenGate)
+    hash: int = 0  # of all calls of the collective log up to this one
 
     @property
     def call_bits(self) -> int:
         """The part of the tag that identifies the call: 24 bits of the hash."""
         return (self.hash ^ (self.hash >> 31)) & 0xFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class PostedMessages:
-    """The messages of one call between a rank and each peer: one per size (bytes), in this order, in both directions.
-
-    In an all-to-all, sizes differ between peers and directions: then `sizes` is empty.
-    """
-
-    log: str  # name of the collective log
-    tag: int
-    sizes: tuple[int, ...]
-    by_peer: tuple[tuple[int, int], ...] = ()  # of an all-to-all: bytes (received from, sent to) each rank of the group
-
-    def with_peer(self, peer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of the messages received from a peer, and of those sent to it."""
-        if not self.by_peer:
-            return self.sizes, self.sizes
-        received, sent = self.by_peer[peer]
-        return (received,) * bool(received), (sent,) * bool(sent)
 
 
 class PeerLost(RuntimeError):
@@ -91,47 +47,23 @@ class PeerLost(RuntimeError):
         self.rank = rank
 
 
-class _Destroyed:
-    """Placeholder for the works of a destroyed process group."""
-
-    def wait(self) -> None:
-        raise StateError(
-            "The process group of this message was destroyed (destroy_process_group()) before the message was waited for. "
-            "Let the step end before you destroy the process group."
-        )
-
-
-_DESTROYED: Any = _Destroyed()
-
-
 class Messages:
     """The messages of one call.
 
-    The channel keeps them alive until they have been waited for, even if the caller drops them: gloo stops reading from a peer
+    `_UNDER_WAY` keeps them alive until they have been waited for, even if the caller drops them: gloo stops reading from a peer
     when a message arrives that has no buffer.
     """
 
-    __slots__ = ("_channel", "_receives", "_sends", "posted", "works")
+    __slots__ = ("_channel", "_receives", "_sends", "works")
 
-    def __init__(
-        self,
-        channel: P2PChannel,
-        posted: PostedMessages,
-        receives: Sequence[tuple[Tensor, int]],
-        sends: Sequence[tuple[Tensor, int]],
-    ) -> None:
+    def __init__(self, channel: P2PChannel, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> None:
         self.works: list[dist.Work] = []
-        self.posted = posted
         self._channel, self._receives, self._sends = channel, receives, sends
 
     def peer_lost(self, at: int, failure: BaseException) -> PeerLost:
         """Return the error for message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
         return PeerLost(self._channel.members[peer], failure)
-
-    def drop(self) -> None:
-        """Drop the works after the process group was destroyed, since they keep its connections open."""
-        self.works = [_DESTROYED]
 
     def wait(self) -> None:
         """Wait for all messages. Raises PeerLost if another rank closed its connection."""
@@ -140,144 +72,34 @@ class Messages:
             for work in self.works:
                 work.wait()
                 at += 1
-        except StateError:  # the process group was destroyed, so no peer is lost
-            raise
         except RuntimeError as failure:
             raise self.peer_lost(at, failure) from failure
-        self._channel.forget(self, self._receives)
+        self._channel.under_way.discard(self)
         # The caller may keep this object, and the memory of the messages is free now.
         self.works, self._receives, self._sends = [], (), ()
+
+
+# Messages that were started and not waited for, also if the model that sent them is deleted: others use the same group.
+_UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Messages]] = weakref.WeakKeyDictionary()
 
 
 class P2PChannel:
     """The point-to-point messages of one process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.name = _torch.group_name(group)  # equal on all its ranks
         self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
-        self.posted: deque[PostedMessages] = deque(maxlen=_REMEMBERED_CALLS)  # messages of recent calls
-        self._held, self._rank = held(group), group.rank()
-        self._under_way: set[Messages] = set()  # started and not waited for
-        self._dummy_works: list[dist.Work] = []  # works of the dummy messages of `drain_peer`, kept alive
-        self._dummy_tags: set[tuple[int, int]] = set()  # (peer, tag) of the dummy messages
-        self._abandoned: list[Messages | dist.Work] = []  # of the last step that failed; see `forget_answers`
-        self._unheard: set[int] = set()  # ranks in the group, until a message of theirs arrives after that
+        self.under_way = _UNDER_WAY.setdefault(group, set())
+        self._group = group
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> P2PChannel:
-        """Return the one channel of a process group."""
-        name = _torch.group_name(group)
-        with _MAKING:
-            found = _CHANNELS.get(name)
-            if found is None or not found.carries(group):
-                if found is not None:  # its group was destroyed, and a new group has the same name
-                    found.release()
-                found = _CHANNELS[name] = cls(group)
-        return found
-
-    def carries(self, group: dist.ProcessGroup) -> bool:
-        """Return True if this is the channel of `group`."""
-        return self._held is held(group)
-
-    def exchange(
-        self, posted: PostedMessages, receives: Sequence[tuple[Tensor, int]], sends: Sequence[tuple[Tensor, int]]
-    ) -> Messages:
-        """Start messages. `receives`, `sends`: tensors, each with its peer's rank in the group."""
-        messages = Messages(self, posted, receives, sends)
-        self._under_way.add(messages)  # before the start: the buffers must stay alive if an interrupt follows
+    def exchange(self, tag: int, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> Messages:
+        """Start messages."""
+        messages = Messages(self, receives, sends)
+        self.under_way.add(messages)  # before the start: the buffers must stay alive if an interrupt follows
         try:
-            _torch.exchange(messages.works, self._held.group, receives, sends, posted.tag)
+            _torch.exchange(messages.works, self._group, receives, sends, tag)
         except RuntimeError as failure:
             raise messages.peer_lost(len(messages.works), failure) from failure
-        finally:  # even if it raises, since the messages before the failure have been sent
-            if messages.works:
-                self.posted.append(posted)
         return messages
-
-    def forget(self, messages: Messages, receives: Sequence[tuple[Tensor, int]]) -> None:
-        """Remove messages that have been waited for."""
-        if messages in self._under_way:
-            self._under_way.discard(messages)
-            if self._abandoned:
-                self._unheard.difference_update(peer for _, peer in receives)
-                if not self._unheard:
-                    self._abandoned = []
-
-    def under_way(self, log: str) -> list[PostedMessages]:
-        """Return the started, unwaited messages of a collective log, by its name."""
-        return [messages.posted for messages in list(self._under_way) if messages.posted.log == log]
-
-    def drain_peer(self, peer: int, posted: Sequence[PostedMessages], limit: int) -> int:
-        """Unblock `peer` after a divergence: exchange dummy data for collectives that this rank will never run.
-
-        Args:
-            peer: rank of the peer in the group.
-            posted: the messages that the peer waits for.
-            limit: bytes of the longest message of this rank's program. Dummy data for a longer message is not allocated.
-
-        Returns:
-            Bytes of the longest message above `limit`, 0 if there is none.
-        """
-        known = {mine.tag for mine in list(self.posted)}
-        # (tag, sizes that the peer receives, sizes that it sends)
-        missing = [
-            (theirs.tag, *theirs.with_peer(self._rank))
-            for theirs in posted
-            if theirs.tag not in known and (peer, theirs.tag) not in self._dummy_tags
-        ]
-        too_long = max((size for _, to, back in missing for size in (*to, *back) if size > limit), default=0)
-        missing = [one for one in missing if max((*one[1], *one[2]), default=0) <= limit]
-        longest = max((size for _, to, back in missing for size in (*to, *back)), default=0)
-        # All dummy messages share two buffers, since the data has no meaning.
-        sent, received = (torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(2))
-        for tag, to, back in missing:
-            self._dummy_tags.add((peer, tag))
-            receives, sends = [(received[:size], peer) for size in back], [(sent[:size], peer) for size in to]
-            _torch.exchange(self._dummy_works, self._held.group, receives, sends, tag)
-        return too_long
-
-    @property
-    def is_released(self) -> bool:
-        """True if torch destroyed the process group."""
-        return self._held.is_released
-
-    def release(self) -> None:
-        """Drop everything that keeps the destroyed process group's connections open."""
-        self.forget_answers()
-        for one in self._abandoned:
-            if isinstance(one, Messages):
-                one.drop()
-        self._abandoned = []
-
-    def forget_answers(self) -> None:
-        """Forget the messages of a step that failed, and the dummy messages of `drain_peer`, which all ranks have started.
-
-        Nobody waited for them, so some may not have arrived yet, and gloo stops reading from a peer whose message has no
-        buffer: all later messages of this peer would never arrive. Messages of one peer arrive in order, so their buffers are
-        kept until a later message of each peer has arrived.
-        """
-        self._abandoned += [*self._under_way, *self._dummy_works]
-        self._unheard = set(range(len(self.members))) - {self._rank} if self._abandoned else set()
-        self._under_way, self._dummy_works = set(), []
-        self._dummy_tags.clear()
-        self.posted.clear()
-
-
-_CHANNELS: dict[str, P2PChannel] = {}
-_MAKING = threading.Lock()
-
-
-@on_release
-def _release() -> None:
-    for name, channel in list(_CHANNELS.items()):
-        if channel.is_released:
-            channel.release()
-            del _CHANNELS[name]
-
-
-def channels() -> list[P2PChannel]:
-    """Return all channels of this process, including those of deleted models: other ranks may still wait for their messages."""
-    return list(_CHANNELS.values())
 
 
 class GlooCollectives:
@@ -298,12 +120,11 @@ class GlooCollectives:
         self.tag = MessageTag() if tag is None else tag
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self._held = held(group)
-        self._channel = P2PChannel.of(group)
+        self._channel = P2PChannel(group)
 
-    def _post(self, sizes: tuple[int, ...], by_peer: tuple[tuple[int, int], ...] = ()) -> PostedMessages:
-        """Return log name, tag and sizes of the messages that are started next. `by_peer`: sizes that differ by peer."""
-        return PostedMessages(self.tag.gate.name, _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS), sizes, by_peer)
+    def _next_tag(self) -> int:
+        """Return the tag of the messages that are started next."""
+        return _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare an all-gather: each rank sends its shard to every other rank."""
@@ -320,10 +141,10 @@ class GlooCollectives:
             for step in range(1, ranks):
                 receives.append((chunks[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
-        sizes, channel = _sizes(shards), self._channel
+        channel = self._channel
 
         def gather() -> StartedWork:
-            messages = channel.exchange(self._post(sizes), receives, sends)
+            messages = channel.exchange(self._next_tag(), receives, sends)
             for chunk, shard in copies:  # after the messages are started, so that copies and messages overlap
                 chunk.copy_(shard)
             return StartedWork((messages,), unpollable=True)
@@ -335,10 +156,9 @@ class GlooCollectives:
     ) -> StartedWork:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
         arriving, leaving, rank = received.split(list(received_sizes)), sent.split(list(sent_sizes)), self.rank
-        by_peer = tuple((to.numel() * to.itemsize, back.numel() * back.itemsize) for to, back in zip(arriving, leaving))
         receives = [(arriving[peer], peer) for peer in self._others if arriving[peer].numel()]
         sends = [(leaving[peer], peer) for peer in self._others if leaving[peer].numel()]
-        messages = self._channel.exchange(self._post((), by_peer), receives, sends)
+        messages = self._channel.exchange(self._next_tag(), receives, sends)
         arriving[rank].copy_(leaving[rank])
         return StartedWork((messages,), unpollable=True)
 
@@ -346,7 +166,7 @@ class GlooCollectives:
         """Start a reduce-scatter: exchange chunks, and sum them when the work is waited for."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
-        messages, received, _ = self._exchange(fulls)
+        messages, received = self._exchange(fulls)
 
         def add() -> None:
             for parts, out in zip(received, outs):
@@ -357,22 +177,21 @@ class GlooCollectives:
 
         return StartedWork((messages,), add, unpollable=True)
 
-    def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor], PostedMessages]:
+    def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor]]:
         """Start sending chunk `i` of each input to rank `i`.
 
         Returns:
-            The messages; per input the received chunks, (ranks, size); and the tag of the messages.
+            The messages; and per input the received chunks, (ranks, size).
         """
         chunks = [full.view(self.ranks, -1) for full in fulls]
         received = [torch.empty_like(chunk) for chunk in chunks]
-        posted = self._post(_sizes([chunk[0] for chunk in chunks]))
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
         receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
         sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
-        messages = self._channel.exchange(posted, receives, sends)
+        messages = self._channel.exchange(self._next_tag(), receives, sends)
         for chunk, parts in filled:
             parts[self.rank].copy_(chunk[self.rank])
-        return messages, received, posted
+        return messages, received
 
     def _reduce_scatter_pair(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Reduce-scatter for two ranks: exchange halves, and add and scale them in as few passes over memory as possible."""
@@ -381,7 +200,7 @@ class GlooCollectives:
         received = [torch.empty_like(half[0]) for half in halves]
         receives = [(theirs, peer) for theirs in received if theirs.numel()]
         sends = [(half[peer], peer) for half in halves if half.numel()]
-        messages = self._channel.exchange(self._post(_sizes(received)), receives, sends)
+        messages = self._channel.exchange(self._next_tag(), receives, sends)
 
         def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
@@ -401,18 +220,16 @@ class GlooCollectives:
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
         padded = tensor.new_zeros(chunk * self.ranks)
         padded[:numel].copy_(tensor)
-        messages, received, first = self._exchange([padded])
-        gate = self.tag.gate
+        tag = self._next_tag()
+        messages, received = self._exchange([padded])
 
         def sum_and_all_gather() -> None:
             mine = padded[self.rank * chunk :][:chunk]
             torch.sum(received.pop(), 0, out=mine)
-            second = PostedMessages(first.log, first.tag + 1, _sizes([mine]))
             chunks = padded.view(self.ranks, -1)
             receives = [(chunks[peer], peer) for peer in self._others]
             sends = [(mine, peer) for peer in self._others]
-            # Through the gate: if ranks diverged, the log is closed, and the second stage must not start.
-            gate.begin(partial(self._channel.exchange, second, receives, sends)).wait()
+            self._channel.exchange(tag + 1, receives, sends).wait()
             tensor.copy_(padded[:numel])
 
         return StartedWork((messages,), sum_and_all_gather, unpollable=True)
@@ -429,22 +246,21 @@ class GlooCollectives:
         # A tag has room for 2 ** _STAGE_BITS stages, and each stage doubles the number of ranks.
         if self.ranks <= _FEW_RANKS or self.ranks > 1 << (1 << _STAGE_BITS) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
-        first, gate = self._post(_sizes([tensor])), self.tag.gate
+        tag = self._next_tag()
         alive: list[Tensor] = []  # sent tensors must stay alive until their messages complete
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
-            posted = PostedMessages(first.log, first.tag + stage, first.sizes)
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
             alive.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
-            return self._channel.exchange(posted, [(received, source)], [(sent, target)]), received
+            return self._channel.exchange(tag + stage, [(received, source)], [(sent, target)]), received
 
         messages, received = begin(0)
 
         def run_further_stages() -> None:
             torch.maximum(tensor, received, out=tensor)
             for stage in range(1, (self.ranks - 1).bit_length()):
-                further, theirs = gate.begin(partial(begin, stage))
+                further, theirs = begin(stage)
                 further.wait()
                 torch.maximum(tensor, theirs, out=tensor)
             alive.clear()
@@ -458,7 +274,7 @@ class GlooCollectives:
         if not tensor.numel():
             return StartedWork()
         sends = [(sent, peer) for peer in self._others]
-        messages = self._channel.exchange(self._post(_sizes([tensor])), list(zip(received, self._others)), sends)
+        messages = self._channel.exchange(self._next_tag(), list(zip(received, self._others)), sends)
         return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
 
     def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
@@ -481,7 +297,3 @@ def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None
         torch.add(mine, theirs, out=out)
         if scale != 1.0:
             out.mul_(scale)
-
-
-def _sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.numel() * tensor.itemsize for tensor in tensors if tensor.numel())

@@ -1,4 +1,4 @@
-"""Counts collectives while a caller is counting, and shows them to torch's profiler and CommDebugMode."""
+"""Counts collectives while a caller is counting, and names them in torch's profiler."""
 
 from __future__ import annotations
 
@@ -61,11 +61,7 @@ class TrafficCounter:
 
 
 class ObservedCollectives:
-    """Collectives that report each message to a counter, torch's profiler and CommDebugMode, while one of them is active.
-
-    CommDebugMode sees only torch's own collectives, so point-to-point ones (which have a `tag`) are shown to it as torch's.
-    Heartbeats are hidden from it: FSDP2 has none, and programs compare counts.
-    """
+    """Collectives that report each message to a counter, and to torch's profiler while it is active."""
 
     def __init__(self, inner: Collectives, counter: TrafficCounter, *, keeps: object = None) -> None:
         # `keeps` only has to live as long as these collectives: its id is part of the key under which they are cached.
@@ -81,43 +77,30 @@ class ObservedCollectives:
         gather, counter = self.inner.gatherer(outs, shards), self._counter
 
         def counted() -> StartedWork:
-            if counter.listeners or _torch.dispatch_modes() or _torch.profiling():
-                return self._observed("all_gather", gather, outs, shards, outs)
+            if counter.listeners or _torch.profiling():
+                return self._observed("all_gather", gather, outs)
             return gather()
 
         return counted
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Start a reduce-scatter, and report it."""
-        if self._counter.listeners or _torch.dispatch_modes() or _torch.profiling():
-            return self._observed("reduce_scatter", partial(self.inner.reduce_scatter, outs, fulls, scale), outs, fulls, fulls)
+        if self._counter.listeners or _torch.profiling():
+            return self._observed("reduce_scatter", partial(self.inner.reduce_scatter, outs, fulls, scale), fulls)
         return self.inner.reduce_scatter(outs, fulls, scale)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), and report it."""
-        return self._observed("all_reduce", partial(self.inner.all_reduce, tensor), [tensor], [tensor], [tensor])
+        return self._observed("all_reduce", partial(self.inner.all_reduce, tensor), [tensor])
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (maximum), and count it as a heartbeat."""
         self._counter.record("heartbeat", [tensor], self.ranks)
-        if not _torch.dispatch_modes():
-            return self.inner.all_reduce_max(tensor)
-        with _torch.uncounted():
-            return self.inner.all_reduce_max(tensor)
+        return self.inner.all_reduce_max(tensor)
 
-    def _observed(
-        self,
-        kind: str,
-        begin: Callable[[], StartedWork],
-        outs: Sequence[Tensor],
-        given: Sequence[Tensor],
-        fulls: Sequence[Tensor],
-    ) -> StartedWork:
+    def _observed(self, kind: str, begin: Callable[[], StartedWork], fulls: Sequence[Tensor]) -> StartedWork:
         self._counter.record(kind, fulls, self.ranks)
-        if not (_torch.dispatch_modes() or _torch.profiling()):
+        if not _torch.profiling():
             return begin()
-        # CommDebugMode does not count point-to-point collectives (which have a `tag`), so run torch's collective without peers.
-        if hasattr(self.inner, "tag") and _torch.counts_collectives():
-            _torch.show_collective(kind, self.rank, self.ranks, outs[0], given[0])
         with record_function(f"fullshard::{kind}"):
             return begin()

@@ -63,7 +63,6 @@ from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFin
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.custom import AllGather, Comm, ReduceScatter
-from fullshard.comm.process_groups import on_release
 from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
@@ -129,7 +128,7 @@ from fullshard.core.sharded_param import ShardedParameter, back_references, logi
 from fullshard.core.sharded_tensor import ShardedDTensor, restore_subclass, store_shard, unsharded_like, use_plain_dtensor
 from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
-from fullshard.core.unit import Unit, forget_writes, owner_of
+from fullshard.core.unit import Unit, owner_of
 from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
 from fullshard.core.unit_options import UnitOptions
 
@@ -202,7 +201,6 @@ __all__ = [
     "detach_unit",
     "find_difference",
     "flat_gradient",
-    "forget_writes",
     "full_tensor",
     "has_few_rows",
     "install_hooks",
@@ -217,7 +215,6 @@ __all__ = [
     "message_length",
     "needs_own_group",
     "numel_of",
-    "on_release",
     "own_modules",
     "owner_of",
     "plan_layout",

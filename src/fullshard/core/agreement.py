@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName, listed
 from fullshard.comm.base import Collectives, StartedWork
-from fullshard.comm.process_groups import ProcessGroupHandle
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis, group_of
 from fullshard.errors import printable
@@ -67,6 +66,7 @@ class Agreement(Ranks):
     Attributes:
         axes: the axes that together connect the ranks; none if this rank is alone.
         device: device of the tensors in the collectives.
+        groups: the process groups of the axes, replicas first, each with its axis.
     """
 
     def __init__(
@@ -96,19 +96,14 @@ class Agreement(Ranks):
         self.device = axes[0].device if axes else torch.device("cpu")
         self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
         self._ranks, self._shards = ranks, shards
-        self._handles: dict[ProcessGroupHandle, ShardAxis] = {}  # which let go of a process group that torch destroyed
+        self.groups: dict[dist.ProcessGroup, ShardAxis] = {}
         for axis in axes:
             if axis.replicas is not None and axis.replicas.ranks > 1:
-                self._handles.setdefault(axis.replicas.held, axis)
-            if shards and axis.held is not None and axis.ranks > 1:
-                self._handles.setdefault(axis.held, axis)
+                self.groups.setdefault(axis.replicas.group, axis)
+            if shards and axis.group is not None and axis.ranks > 1:
+                self.groups.setdefault(axis.group, axis)
         self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
         self._last: LoggedCall | None = None
-
-    @property
-    def groups(self) -> dict[dist.ProcessGroup, ShardAxis]:
-        """The process groups of the axes, replicas first, each with its axis."""
-        return {handle.group: axis for handle, axis in self._handles.items()}
 
     def on_axis(self, axis: ShardAxis) -> Agreement:
         """Return the agreement of the same call for parameters on another axis."""
@@ -116,10 +111,10 @@ class Agreement(Ranks):
             return self
         return Agreement(self._communicator, [axis], self._unit_name, self._doing, self._subject, shards=self._shards)
 
-    def over(self, handles: Iterable[ProcessGroupHandle]) -> Agreement:
+    def over(self, groups: Iterable[dist.ProcessGroup]) -> Agreement:
         """Return the agreement of the same call over some of its process groups."""
         part = copy.copy(self)
-        part._handles = {held: self._handles[held] for held in handles}
+        part.groups = {group: self.groups[group] for group in groups}
         return part
 
     @cached_property

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from fullshard import _torch
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives
 from fullshard.comm.custom import CustomCollectives
 from fullshard.comm.gloo import MessageTag
-from fullshard.comm.process_groups import ProcessGroupHandle, held
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.mesh import ShardAxis, subgroup_of
 from fullshard.core.unit_options import UnitOptions
@@ -35,13 +35,14 @@ class CollectivesPool:
         self._device, self.traffic, self.message_tag = device, traffic, message_tag
         # Weak, so that collectives are freed when no parameter group uses them.
         self._collectives: weakref.WeakValueDictionary[tuple[int, str], ObservedCollectives] = weakref.WeakValueDictionary()
-        self._bare: weakref.WeakKeyDictionary[ProcessGroupHandle, Collectives] = weakref.WeakKeyDictionary()
+        self._bare: dict[dist.ProcessGroup, Collectives] = {}
 
     def of_process_group(self, group: dist.ProcessGroup) -> Collectives:
         """Return the collectives of one process group, without a counter: the caller counts its messages."""
-        found = self._bare.get(held(group))
+        found = self._bare.get(group)
         if found is None:
-            found = self._bare[held(group)] = collectives_for(group, self._device, self.message_tag)
+            self._bare = {other: one for other, one in self._bare.items() if _torch.is_alive(other)}
+            found = self._bare[group] = collectives_for(group, self._device, self.message_tag)
         return found
 
     def of_axis(self, axis: ShardAxis, options: UnitOptions) -> GroupCollectives:
@@ -96,7 +97,7 @@ class CollectivesPool:
             group: the process group, or the ranks of a new one; None without communication.
             comm: the policy, which may have custom collectives.
         """
-        owner = axis.held if axis.held is not None or axis.replicas is None else axis.replicas.held
+        owner = axis.group if axis.group is not None or axis.replicas is None else axis.replicas.group
         made: dist.ProcessGroup | None
         if isinstance(group, list):
             assert axis.group is not None
@@ -108,7 +109,7 @@ class CollectivesPool:
             if isinstance(getattr(given, "tag", None), MessageTag):
                 given.tag = self.message_tag
             return ObservedCollectives(given, self.traffic)
-        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.held)}")
+        key = (id(owner), role if role != "replicate" or axis.replicas is None else f"replicate {id(axis.replicas.group)}")
         found = self._collectives.get(key)
         if found is None:
             found = ObservedCollectives(collectives_for(made, axis.device, self.message_tag), self.traffic, keeps=owner)

@@ -21,11 +21,10 @@ from fullshard.checks.watchdog import Watchdog, watchdog_of
 from fullshard.comm.backends import carries_tags
 from fullshard.comm.base import StartedWork
 from fullshard.comm.gloo import MessageTag, PeerLost
-from fullshard.comm.process_groups import ProcessGroupHandle
 from fullshard.comm.streams import DeviceStream, HostStream, Interrupted, Lane, Work, nothing
 from fullshard.comm.traffic import TrafficCounter
 from fullshard.core.collectives_pool import CollectivesPool
-from fullshard.core.mesh import ShardAxis
+from fullshard.core.mesh import ShardAxis, with_subgroups
 from fullshard.errors import StateError, warn_once
 from fullshard.policies import CheckPolicy
 
@@ -53,12 +52,12 @@ class CollectiveCall(LoggedCall):
     hash: int
 
     def begin(self) -> StartedWork:
-        """Start the collective. Raises StateError if the log is closed, or silent after an aborted step."""
-        tag, log = self.communicator.collectives.message_tag, self.log
-        tag.hash, tag.gate = self.hash, log
+        """Start the collective. Raises StateError if the log is closed."""
+        self.communicator.collectives.message_tag.hash = self.hash
+        self.log.check_open()
         start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
         assert start is not None
-        return log.begin(start)
+        return start()
 
     def done(self) -> bool:
         """Return True if the work has completed; False also for completed work that cannot be polled."""
@@ -89,9 +88,7 @@ class CollectiveCall(LoggedCall):
         finally:
             if state is not None:
                 state.call = before
-        # The watchdog may have ended the wait by completing the messages with dummy data. It closes the log before that.
-        if self.log.desync_error is not None:
-            raise StateError(self.log.desync_error)
+        self.log.check_open()
 
     def block(self) -> None:
         """Wait on the host as well. Raises StateError as `wait` does."""
@@ -100,18 +97,10 @@ class CollectiveCall(LoggedCall):
 
 @dataclass(frozen=True, slots=True)
 class _AxisLog:
-    """The log of one axis, and its process groups.
-
-    The key of the log contains the ids of their handles. So the handles are kept alive, and no other handle gets the same id.
-    """
+    """The log of one axis, and its process groups, which are kept since the key of the log contains their ids."""
 
     log: CollectiveLog
-    groups: list[ProcessGroupHandle]
-
-    @property
-    def is_released(self) -> bool:
-        """True if torch destroyed one of the process groups."""
-        return any(group.is_released for group in self.groups)
+    groups: list[dist.ProcessGroup]
 
 
 def _log_name(axis: ShardAxis) -> str:
@@ -123,17 +112,16 @@ def _log_name(axis: ShardAxis) -> str:
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
 
-def abort_groups(groups: Sequence[ProcessGroupHandle], device: torch.device) -> None:
+def abort_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
     """Abort process groups whose collectives cannot complete, so that no thread waits for them any more."""
-    for handle in groups:
-        if not handle.is_released:
-            try:
-                _torch.abort_group(handle.group, device)
-            except Exception as failure:
-                warn_once(
-                    f"fullshard cannot abort a process group whose collectives do not complete ({headline(failure)}), so this "
-                    "rank may hang. End its process."
-                )
+    for group in with_subgroups(groups):
+        try:
+            _torch.abort_group(group, device)
+        except Exception as failure:
+            warn_once(
+                f"fullshard cannot abort a process group whose collectives do not complete ({headline(failure)}), so this "
+                "rank may hang. End its process."
+            )
 
 
 class Communicator:
@@ -189,21 +177,21 @@ class Communicator:
         if axis.hybrid is not None:  # the shards of its parameters are not communicated in forward and backward, except by hops
             log = self.log_of(axis.hybrid)
             groups = self._logs[axis.hybrid.key].groups
-            if axis.held is not None and axis.held not in groups:
-                groups.append(axis.held)
+            if axis.group is not None and axis.group not in groups:
+                groups.append(axis.group)
             return log
         known = self._logs.get(axis.key)
         if known is not None:
             return known.log
         for key, other in list(self._logs.items()):
-            if other.is_released:
+            if not all(map(_torch.is_alive, other.groups)):
+                other.log.abort = None  # which refers to the groups
                 del self._logs[key]
-        groups = [group for group in (axis.held, axis.replicas.held if axis.replicas else None) if group is not None]
+        groups = [group for group in (axis.group, axis.replicas.group if axis.replicas else None) if group is not None]
         log = CollectiveLog(_log_name(axis), axis.members, dist.get_rank())
         self._logs[axis.key] = _AxisLog(log, groups)
-        handle = groups[0] if groups else None
-        if len(axis.members) > 1 and handle is not None:
-            backend = _torch.backend_name(handle.group, axis.device)
+        if len(axis.members) > 1 and groups:
+            backend = _torch.backend_name(groups[0], axis.device)
             log.tagged = self.async_device is None and carries_tags(backend, axis.device)
             watchdog = watchdog_of(backend)
             if watchdog is not None:
@@ -212,8 +200,7 @@ class Communicator:
                     self.wait_state.configure(*self._limits)
                     if self.async_device is not None and self._starts_at_once:
                         self._in_flight = self.wait_state.in_flight
-                if self._in_flight is not None:
-                    log.abort = partial(abort_groups, groups, self.device)
+                log.abort = partial(abort_groups, groups, self.device)
                 watchdog.add(log)
         return log
 
@@ -241,11 +228,10 @@ class Communicator:
             raise
 
     def roll_blocks(self) -> None:
-        """Drop old calls from the logs, and log the writes from before any_failed(). Call this at the begin of a step."""
+        """Drop old calls from the logs. Call this at the begin of a step."""
         # A program without heartbeats would keep all calls otherwise.
         for one in self._logs.values():
             one.log.roll_block()
-            one.log.carry_writes()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
         """Set patience and timeout to the shortest of these check policies, which are those of all units."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.checks.collective_log import CollectiveLog
 from fullshard.core.layout import GroupLayout, Segment, Slice
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.policies import Dtypes
@@ -99,25 +98,20 @@ class GroupGradients:
         deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, log: CollectiveLog) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
         """Start without kept gradients, except for those that `parameters` have from an earlier group.
 
         Args:
             parameters: the parameters of the group.
             dtype: dtype of kept gradients.
-            log: the collective log of the group.
         """
-        self._parameters, self._dtype, self._log = parameters, dtype, log
+        self._parameters, self._dtype = parameters, dtype
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
         for parameter in parameters:  # of an earlier group, whose parameters had another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
         self.deferred: Reduction | None = None
-        # Epoch of the log at the last commit. All ranks start a new epoch together after a failed step. Gradients of that step
-        # may differ between ranks, so comparing them would raise for no reason.
-        self._epoch = -1
-        # Version counter of the first parameter's `.grad` at the last reduction.
-        self._version = 0
+        self._has_committed = False  # since gradients were last discarded
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of these."""
@@ -141,7 +135,7 @@ class GroupGradients:
 
     def discard(self) -> None:
         """Discard kept gradients, a deferred reduction, and `.grad` of the unsharded parameters."""
-        self.has_local, self.deferred = False, None
+        self.has_local, self.deferred, self._has_committed = False, None, False
         for parameter in self._parameters:
             parameter.local_grad = None
             if parameter.unsharded is not None:
@@ -150,22 +144,10 @@ class GroupGradients:
     def accumulates(self) -> bool:
         """Return True if the next commit adds to a `.grad` that exists, which must be the same on all ranks.
 
-        After a failed step this may differ between ranks, so the result is False until the next commit. Call this once per
-        reduction: it also stores the version of `.grad` for `rewritten`.
+        After a failed step this may differ between ranks, so the result is False until the next commit.
         """
-        grad = self._parameters[0].sharded.grad
-        self._version = 0 if grad is None else grad._version
-        return grad is not None and self._epoch == self._log.epoch
+        return self._has_committed and self._parameters[0].sharded.grad is not None
 
     def note_committed(self) -> None:
-        """Record that gradients were committed in this epoch of the log."""
-        self._epoch = self._log.epoch
-
-    @property
-    def rewritten(self) -> bool:
-        """True if the first parameter's `.grad` was written after the last reduction, which must be the same on all ranks.
-
-        After a failed step this may differ between ranks, so it is False until the next commit.
-        """
-        grad = self._parameters[0].sharded.grad
-        return grad is not None and grad._version != self._version and self._epoch == self._log.epoch
+        """Record that gradients were committed."""
+        self._has_committed = True

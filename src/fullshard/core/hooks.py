@@ -19,9 +19,8 @@ from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.meta_init import warn_if_unwritten
 from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import like_shard
-from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
-from fullshard.core.unit import Unit, forget_writes
+from fullshard.core.unit import Unit
 from fullshard.core.unit_modules import recovered
 
 
@@ -169,7 +168,6 @@ class StateHooks:
 
     def __init__(self, unit: Unit | None = None) -> None:
         self._unit: Any = unit
-        self._loaded: list[ShardedParameter] = []  # parameters that the state dict being loaded contains
 
     def __reduce__(self) -> Any:
         return StateHooks, ()
@@ -207,7 +205,6 @@ class StateHooks:
                 value = state_dict.get(key) if installation.parameters is held else None
                 if value is None:
                     continue
-                self._loaded.append(parameter)
                 if plain and installation.content is not parameter.sharded:
                     continue
                 if isinstance(value, Tensor):
@@ -220,12 +217,8 @@ class StateHooks:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
         if self._unit is None:
             return
-        loaded, self._loaded = self._loaded, []
-        forget_writes(loaded)
         if not self._unit.exposure.plain:
             recovered(self._unit).refresh()
-            if loaded:
-                self._unit.log_write("load_state_dict()")
 
 
 _REGISTRIES = (

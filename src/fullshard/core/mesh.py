@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import _torch
-from fullshard.comm.process_groups import ProcessGroupHandle, held, on_release
 from fullshard.errors import warn_once
 
 
@@ -69,14 +68,9 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class ReplicateAxis:
     """Axis over which shards are replicated."""
 
-    held: ProcessGroupHandle
+    group: dist.ProcessGroup  # the ranks with equal shards
     ranks: int  # size of the axis
     rank: int  # this rank's rank in the process group, which is its coordinate if the ranks of the mesh ascend
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group of the ranks with equal shards."""
-        return self.held.group
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +79,7 @@ class ShardAxis:
 
     Attributes:
         mesh: mesh of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate).
-        held: handle of the process group; None if parameters are only replicated. `ranks` is 1 then.
+        group: process group of the ranks that parameters are sharded over; None if they are only replicated. `ranks` is 1 then.
         ranks: number of shards.
         rank: coordinate of this rank on the axis.
         device: device of this rank.
@@ -97,7 +91,7 @@ class ShardAxis:
     """
 
     mesh: DeviceMesh
-    held: ProcessGroupHandle | None
+    group: dist.ProcessGroup | None
     ranks: int
     rank: int
     device: torch.device
@@ -112,11 +106,6 @@ class ShardAxis:
     def transport(self) -> ShardAxis:
         """The axis that training communicates over: `hybrid`, or this axis if it has none."""
         return self if self.hybrid is None else self.hybrid
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of the ranks that parameters are sharded over; None if parameters are only replicated."""
-        return None if self.held is None else self.held.group
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -136,7 +125,7 @@ class ShardAxis:
     @property
     def key(self) -> tuple[int, int]:
         """Key of the process groups; equal for axes with the same groups of their own."""
-        return id(self.held), id(self.replicas.held if self.replicas else None)
+        return id(self.group), id(self.replicas.group if self.replicas else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.hybrid is not None:
@@ -146,7 +135,7 @@ class ShardAxis:
     @property
     def is_replicated(self) -> bool:
         """True if `replicated_axis` made this axis: it only replicates, although its mesh has an axis to shard over."""
-        return self.held is None and (self.dims is None or bool(self.dims.shard_names))
+        return self.group is None and (self.dims is None or bool(self.dims.shard_names))
 
 
 def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_replicated: bool) -> ShardAxis:
@@ -158,11 +147,13 @@ def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_repli
 _SUBGROUPS: dict[tuple[int, str, tuple[int, ...]], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
-@on_release
 def _forget_dead_subgroups() -> None:
     for key, groups in list(_SUBGROUPS.items()):
         if not all(map(_torch.is_alive, groups)):
             del _SUBGROUPS[key]
+    for group in list(_MESHES_OF_ALL):
+        if not _torch.is_alive(group):
+            del _MESHES_OF_ALL[group]
 
 
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
@@ -185,6 +176,11 @@ def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: 
     return _SUBGROUPS[key][1]
 
 
+def with_subgroups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """Return these process groups, and those that `subgroup_of` created beside them."""
+    return [*groups, *(subgroup for owner, subgroup in _SUBGROUPS.values() if owner in groups)]
+
+
 def group_of(ranks: tuple[int, ...], owner: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a process group of exactly these global ranks, in order. Creating one, if none exists, is a collective of them."""
     for group in (dist.group.WORLD, owner):
@@ -205,7 +201,7 @@ def replicated_axis(axis: ShardAxis) -> ShardAxis:
     if axis.replicas is not None:
         group = _group_of_mesh(axis.group, "everywhere", axis.mesh.mesh.flatten().tolist())
         over = group, group.size(), group.rank()
-    replicas = ReplicateAxis(held(over[0]), *over[1:])
+    replicas = ReplicateAxis(*over)
     return ShardAxis(axis.mesh, None, 1, 0, axis.device, replicas, axis.full_mesh, axis.dims)
 
 
@@ -231,15 +227,13 @@ def axis_of_all_ranks(hybrid: ShardAxis) -> ShardAxis:
         return hybrid
     ranks = hybrid.mesh.mesh.t().contiguous().flatten()
     group = _group_of_mesh(hybrid.group, "all shards", ranks.tolist())
-    handle = held(group)
-    mesh = _MESHES_OF_ALL.get(handle)
+    mesh = _MESHES_OF_ALL.get(group)
     if mesh is None:
         names = hybrid.mesh.mesh_dim_names
         name = "shard_replicate" if names is None else f"{names[1]}_{names[0]}"
-        mesh = _MESHES_OF_ALL[handle] = _torch.mesh_of_groups(hybrid.mesh.device_type, ranks, [group], (name,))
-        _MESHES[id(mesh)] = mesh
+        mesh = _MESHES_OF_ALL[group] = _torch.mesh_of_groups(hybrid.mesh.device_type, ranks, [group], (name,))
     rank = hybrid.rank * replicas.ranks + replicas.rank
-    return ShardAxis(mesh, handle, ranks.numel(), rank, hybrid.device, hybrid=hybrid)
+    return ShardAxis(mesh, group, ranks.numel(), rank, hybrid.device, hybrid=hybrid)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
@@ -328,18 +322,8 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
 
 
-# Meshes in use. Their process groups are dropped when torch destroys them (destroy_process_group()). They are found by id,
-# since equal meshes must not replace each other.
-_MESHES: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
-
 # by process group: the mesh that `axis_of_all_ranks` made
-_MESHES_OF_ALL: weakref.WeakKeyDictionary[ProcessGroupHandle, DeviceMesh] = weakref.WeakKeyDictionary()
-
-
-@on_release
-def _drop_groups() -> None:
-    for mesh in list(_MESHES.values()):
-        _torch.drop_groups(mesh)
+_MESHES_OF_ALL: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
 def check_order(mesh: DeviceMesh, dim: int) -> None:
@@ -362,17 +346,15 @@ def check_order(mesh: DeviceMesh, dim: int) -> None:
 
 
 def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
-    _MESHES[id(mesh)] = mesh
     if shard is not None:
         check_order(mesh, shard)
     device = _torch.device_of(mesh.device_type)
     replicas = None
     if replicate is not None:
-        replicas = ReplicateAxis(held(mesh.get_group(replicate)), mesh.size(replicate), mesh.get_local_rank(replicate))
+        replicas = ReplicateAxis(mesh.get_group(replicate), mesh.size(replicate), mesh.get_local_rank(replicate))
     if shard is None:
         return ShardAxis(mesh, None, 1, 0, device, replicas, **full)
-    group = held(mesh.get_group(shard))
-    return ShardAxis(mesh, group, mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
+    return ShardAxis(mesh, mesh.get_group(shard), mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:

@@ -87,7 +87,7 @@ class ParamGroup:
         self.layout, self.shard_layout = self._plan_layouts()
         self.shard, self._unbound = self._copy_shards(values, unwritten)
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
-        self.grads = GroupGradients(parameters, dtypes.kept, fingerprints.log)
+        self.grads = GroupGradients(parameters, dtypes.kept)
         self.divided = ""
         self.installed = False
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
@@ -204,7 +204,7 @@ class ParamGroup:
         """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
         versions = self.shard_versions()
         total = 0
-        for buffer, current in ((self._buffer, versions), (self._inner_shard, [self.fingerprints.log.epoch, *versions])):
+        for buffer, current in ((self._buffer, versions), (self._inner_shard, versions)):
             if buffer is not None and (buffer.keep or buffer.versions == current):
                 total += buffer.allocated
         return total
@@ -336,9 +336,7 @@ class ParamGroup:
     def _allocate_inner_shard(self) -> AllGather | None:
         """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one."""
         self._check_device()
-        # After a failed step, some ranks may have written their shards and others not. All of them begin a new epoch of the
-        # log together, and gather anew.
-        versions = [self.fingerprints.log.epoch, *self.shard_versions()]
+        versions = self.shard_versions()
         inner = self._inner_shard
         if inner is None:
             with torch.inference_mode(False), torch.no_grad():

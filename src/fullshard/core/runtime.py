@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident, local
@@ -374,17 +374,16 @@ class Runtime:
         if reached:
             self.communicator.report_exception(f"'{reached[-1].name}' backward")
 
-    def log_write(self, log: CollectiveLog, fingerprint: Fingerprint, written: Iterable[tuple[int, str]] = ()) -> None:
-        """Record in the log that the user or an optimizer wrote to shards, and which (`CollectiveLog.note_write`).
+    def log_step(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
+        """Record in the log that an optimizer made a step, as all ranks must.
 
-        Writes in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
-        those of other threads. Once ranks have diverged, a write is only counted for the next epoch, since recording raises:
-        the write has happened already, and the next collective raises anyway.
+        Steps in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
+        those of other threads. Once ranks have diverged nothing is recorded: the step has been made already, and the next
+        collective raises.
         """
-        if self.reducer.decided is None and _torch.current_graph_task() == -1 and self.is_own_thread():
-            if log.desync_error is None:
-                log.append(fingerprint)
-            log.note_write(fingerprint, written)
+        in_backward = self.reducer.decided is not None or _torch.current_graph_task() != -1
+        if not in_backward and self.is_own_thread() and log.desync_error is None:
+            log.append(fingerprint)
 
     # --- after an exception ---
 

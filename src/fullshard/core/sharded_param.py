@@ -250,16 +250,10 @@ class ShardedParameter:
         if self.owner is not None:
             self.owner.wait_for_readers()
 
-    def note_write(self, action: str = "") -> None:
-        """Record a write to the shard, so that the next all-gather is not skipped.
-
-        Args:
-            action: description of a write of the caller, which ranks compare; empty for writes that need no comparison.
-        """
+    def note_write(self) -> None:
+        """Record a write to the shard, so that the next all-gather is not skipped."""
         # Fused operations, and DTensor's foreach operations, increase no version counter.
         self.write_count += 1
-        if action and self.owner is not None:
-            self.owner.note_write(self, action)
 
     def assign(self, value: Tensor) -> None:
         """Replace the shard's values, for `.data = value`. Raise StateError if dtype or shape of `value` does not fit."""
@@ -271,7 +265,7 @@ class ShardedParameter:
         rows = self.sharding.rows_of(value.detach(), name=self.name, what="the new .data")
         self.wait_for_readers()
         self.replace_values(rows)
-        self.note_write("assignment to .data")
+        self.note_write()
 
     def replace_values(self, rows: Tensor) -> None:
         """Copy `rows` (sharding.shard_shape) into the shard, but not into other tensors that share its memory.

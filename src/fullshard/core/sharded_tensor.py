@@ -92,7 +92,7 @@ class ShardedDTensor(DTensor):
                 "`with model.resident():`."
             ) from error
         if _torch.writes(func):
-            _note_writes((args[0] if args else None, out), _torch.operation_name(func))
+            _note_writes((args[0] if args else None, out))
             return _original_tensors(made, sharded)
         if func.is_view:
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -215,7 +215,7 @@ def _random_fill(func: Any, args: Any, kwargs: Any) -> Any:
         func(*args, **kwargs, out=full)
     else:
         func(full, *args[1:], **kwargs)
-    store_shard(tensor, full, _torch.operation_name(func))
+    store_shard(tensor, full)
     return tensor
 
 
@@ -226,12 +226,12 @@ def unsharded_like(tensor: ShardedDTensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
-def store_shard(tensor: ShardedDTensor, full: Tensor, how: str) -> None:
-    """Copy this rank's shard of `full`, (tensor.shape), into the parameter. `how`: the write, which ranks compare."""
+def store_shard(tensor: ShardedDTensor, full: Tensor) -> None:
+    """Copy this rank's shard of `full`, (tensor.shape), into the parameter."""
     part = _shard_of(tensor, full)
     _before_writes(tensor)
     _torch.local_tensor(tensor).copy_(part)
-    _note_writes(tensor, how)
+    _note_writes(tensor)
 
 
 def _shard_of(tensor: ShardedDTensor, full: Tensor) -> Tensor:
@@ -279,19 +279,15 @@ def _before_writes(written: Any) -> None:
             _before_writes(one)
 
 
-def _note_writes(written: Any, how: str) -> None:
-    """Record writes to sharded parameters.
-
-    Foreach operations and writes through `.data` increase no version counter that an all-gather checks. Ranks also compare the
-    records: if only one rank writes, the shards belong to different models.
-    """
+def _note_writes(written: Any) -> None:
+    """Record writes to sharded parameters: foreach operations and writes through `.data` increase no version counter."""
     if type(written) is ShardedDTensor:
         logical = _logical(written)
         if logical is not None:
-            logical.note_write(how)
+            logical.note_write()
     elif isinstance(written, (list, tuple)):
         for one in written:
-            _note_writes(one, how)
+            _note_writes(one)
 
 
 def _tag_view(view: Any, tensor: ShardedDTensor, func: Any) -> None:

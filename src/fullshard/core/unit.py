@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.checks.collective_log import Fingerprint, GroupFingerprints, UnitName, described
+from fullshard.checks.collective_log import GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
 from fullshard.core.extension import check_extension, needs_own_group
 from fullshard.core.late_grads import hook_late_grads
@@ -35,8 +35,6 @@ from fullshard.policies import CPUOffloadPolicy, StateSharding
 if TYPE_CHECKING:
     from fullshard.core.finalization import PendingReduction
     from fullshard.core.runtime import Runtime
-
-_MAX_ITEMSIZE = 16  # bytes of the widest dtype in which an element may be sent
 
 
 @dataclass(slots=True, eq=False)
@@ -566,12 +564,6 @@ class Unit:
         subject = f"{self.global_id} {doing}"
         return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject, shards=shards)
 
-    def log_write(self, action: str) -> None:
-        """Record in the logs that the user did `action` to the unit's shards, as all ranks must."""
-        logs = {group.fingerprints.log: group.fingerprints for group in reversed(self.groups)}  # the first group of each log
-        for log, fingerprints in logs.items():
-            self.runtime.log_write(log, fingerprints[action])
-
     # --- options and groups ---
 
     def configure(self, **changes: object) -> None:
@@ -662,7 +654,6 @@ class Unit:
                 members_text = [(p.name, tuple(p.shape), p.sharding.dim) for p in parameters]
                 subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct}"
                 log = self.runtime.communicator.log_of(axis)
-                log.allow_message_size(_MAX_ITEMSIZE * sum(parameter.shape.numel() for parameter in parameters))
                 groups.append(
                     group_class(values[members[0]])(
                         parameters,
@@ -769,15 +760,6 @@ def owner_of(parameter: ShardedParameter) -> Unit | None:
     return None if parameter.owner is None else parameter.owner.unit
 
 
-def forget_writes(parameters: Iterable[ShardedParameter]) -> None:
-    """Forget the writes to parameters that all ranks load: ranks that failed may have missed some. Loading makes up for it."""
-    for parameter in parameters:
-        unit = owner_of(parameter)
-        if unit is not None:
-            log = unit.runtime.communicator.log_of(parameter.sharding.axis)
-            log.forget_writes([(unit.global_id, parameter.name)])
-
-
 class Owner:
     """The unit and the group of parameters, to which it refers weakly. All parameters of a group have the same one."""
 
@@ -808,15 +790,6 @@ class Owner:
         if group is not None:
             group.synchronize_host()
 
-    def note_write(self, parameter: ShardedParameter, action: str) -> None:
-        """Record in the log that the user did `action` to a parameter's shard, as all ranks must."""
-        unit = self._unit()
-        if unit is not None:
-            subject = f"{unit.global_id} {parameter.name} {action}"
-            fingerprint = Fingerprint(unit.unit_name, f"{action} of '{parameter.name}'", subject)
-            log = unit.runtime.communicator.log_of(parameter.sharding.axis)
-            unit.runtime.log_write(log, fingerprint, [(unit.global_id, parameter.name)])
-
     def move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values."""
         group = self._group()
@@ -829,7 +802,6 @@ __all__ = [
     "Owner",
     "PendingChecks",
     "Unit",
-    "forget_writes",
     "name_units_in",
     "owner_of",
     "refuse_inside_full_params",

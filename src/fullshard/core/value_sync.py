@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fullshard import _torch
-from fullshard.comm.process_groups import ProcessGroupHandle
 from fullshard.core.agreement import Agreement
 from fullshard.core.mesh import ShardAxis, resolve_mesh
 from fullshard.core.scheduler import Residency
@@ -199,30 +198,30 @@ class _Axes:
                     self._resolved[mesh, index] = resolve_mesh(mesh[mesh.mesh_dim_names[index]])
                 yield sharding.placements[index], self._resolved[mesh, index]
 
-    def with_equal_shards(self, parameter: ShardedParameter) -> list[ProcessGroupHandle]:
+    def with_equal_shards(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
         """Return the process groups whose ranks have equal shards of a parameter."""
         replicas = parameter.sharding.axis.replicas
-        found = [] if replicas is None or replicas.ranks == 1 else [replicas.held]
-        copies = [axis.held for placement, axis in self._parallel(parameter.sharding) if placement.is_replicate()]
-        return [*found, *(held for held in copies if held is not None)]
+        found = [] if replicas is None or replicas.ranks == 1 else [replicas.group]
+        copies = [axis.group for placement, axis in self._parallel(parameter.sharding) if placement.is_replicate()]
+        return [*found, *(group for group in copies if group is not None)]
 
-    def with_equal_values(self, parameter: ShardedParameter) -> list[ProcessGroupHandle]:
+    def with_equal_values(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
         """Return the process groups whose ranks sharded equal values."""
         own = parameter.sharding.axis
         axis, found = own.transport, self.with_equal_shards(parameter)
-        if axis.held is not None and axis.ranks > 1:
-            found.append(axis.held)
+        if axis.group is not None and axis.ranks > 1:
+            found.append(axis.group)
         if own.hybrid is not None and axis.replicas is not None:  # shards are divided over the replicas as well
-            found.append(axis.replicas.held)
+            found.append(axis.replicas.group)
         return found
 
-    def beside(self, parameter: ShardedParameter) -> list[ProcessGroupHandle]:
+    def beside(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
         """Return the process groups of tensor parallelism that a parameter takes no part in."""
         if parameter.sharding.tensor_parallel is not None:
             return []
         inside = set(parameter.sharding.axis.members)
         others = [axis for axis in self._all_parallel if len(inside.intersection(axis.members)) == 1]
-        return [axis.held for axis in others if axis.held is not None]
+        return [axis.group for axis in others if axis.group is not None]
 
 
 class _Claim(NamedTuple):
@@ -237,7 +236,7 @@ class _Claim(NamedTuple):
     """
 
     parameter: ShardedParameter
-    over: list[ProcessGroupHandle]
+    over: list[dist.ProcessGroup]
     number: Tensor | None
     error: str
     excused: Tensor | None = None
@@ -278,13 +277,13 @@ def _check(claims: Sequence[_Claim], agreement: Agreement) -> None:
     bytes_of = numbers.view(torch.uint8).view(len(claims), -1)
     # Both maxima of a byte, of x and of 255 - x, add up to 255 if it is equal on all ranks. Zeros change no maximum.
     rows = torch.cat([torch.cat([bytes_of, 255 - bytes_of], 1) * present, excused.view(-1, 1)], 1)
-    handles = list(dict.fromkeys(held for one in claims for held in one.over))
-    for held in handles:
-        chosen = torch.tensor([held in one.over for one in claims], device=device)
-        rows[chosen] = agreement.over([held]).maximum(rows[chosen])
+    groups = list(dict.fromkeys(group for one in claims for group in one.over))
+    for group in groups:
+        chosen = torch.tensor([group in one.over for one in claims], device=device)
+        rows[chosen] = agreement.over([group]).maximum(rows[chosen])
     found = rows.int()
     differ = (found[:, :8] + found[:, 8:16] > 255).any(1) & (found[:, 16] == 0)
-    for _ in range(2 if len(handles) > 1 else 0):  # ranks of another process group may have found a difference
+    for _ in range(2 if len(groups) > 1 else 0):  # ranks of another process group may have found a difference
         differ = agreement.maximum(differ.to(torch.uint8)).bool()
     indices = differ.cpu().nonzero().flatten().tolist()
     raising = [index for index in indices if claims[index].error != _DIFFERENT_COPIES]

@@ -178,9 +178,6 @@ def _shard(
     found = _inspect(modules, arguments, ignored, planned)
     arguments.decided.clear()  # it would keep the memory of the parameters
     axis, options, refs = arguments.axis, arguments.options, found.refs
-    communicator = Runtime.of(axis.device, options.comm).communicator
-    for each in (axis, *(how.axis for how in found.shardings)):
-        communicator.log_of(each).forget_writes()  # to an earlier model: ranks that failed may have missed some
     if options.sync == "broadcast" and (refs or found.managed.buffers):
         _broadcast_values(found, _agreement(modules, arguments))
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.

@@ -372,8 +372,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         for unit in units:
             unit.check_states_may_change(states)
         for unit in units:
-            unit.log_write(f"set_states({states})")
-        for unit in units:
             unit.set_states(states)
         for runtime in {unit.runtime: None for unit in units}:
             runtime.unshard_kept([unit for unit in units if unit.runtime is runtime])

@@ -25,7 +25,6 @@ from fullshard.core import (
     clean_name,
     collect,
     logical_parameters,
-    on_release,
     replacement_of,
     resolve_mesh,
     subgroup_of,
@@ -280,13 +279,6 @@ def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None)
 _MESHES: dict[Any, tuple[Any, DeviceMesh]] = {}
 
 
-@on_release
-def _drop_dead_meshes() -> None:
-    for key, (_, mesh) in list(_MESHES.items()):
-        if not all(_torch.is_alive(group) for group in _torch.groups_of(mesh)):
-            del _MESHES[key]
-
-
 def mesh_of(given: FSDP1Arguments, device_type: str) -> DeviceMesh:
     """Return the mesh of a wrapper: (shard), (replicate, shard), or for NO_SHARD (replicate, 1).
 
@@ -298,6 +290,9 @@ def mesh_of(given: FSDP1Arguments, device_type: str) -> DeviceMesh:
     nodes = _node_shape(device_type) if how == "hybrid" and mesh is None and groups is None else None
     key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), how, device_type, nodes)
     if key not in _MESHES:
+        for other, (_, made) in list(_MESHES.items()):
+            if not all(map(_torch.is_alive, _torch.groups_of(made))):
+                del _MESHES[other]
         _MESHES[key] = owner, _new_mesh(how, groups, mesh, device_type)
     return _MESHES[key][1]
 

@@ -24,7 +24,6 @@ from fullshard.core import (
     find_difference,
     flat_gradient,
     logical_parameters,
-    on_release,
     owner_of,
     recovered,
     to_local,
@@ -71,7 +70,6 @@ def _norm_groups(tensor: Tensor) -> NormGroups:
 # Cached, because the parameters of a group keep their placements, and a lookup for each would cost time in every step.
 _COMMON_NORM_GROUPS: weakref.WeakKeyDictionary[ParamGroup, NormGroups | None] = weakref.WeakKeyDictionary()
 _UNKNOWN: Any = object()
-on_release(_COMMON_NORM_GROUPS.clear)  # so that the connections of destroyed process groups close
 
 
 def _common_norm_groups(group: ParamGroup) -> NormGroups | None:

@@ -89,7 +89,6 @@ class OwnerExchange:
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # by call: the memory it is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
         self._routes = Routes(plan, axis.rank, self._replica)
-        log.allow_message_size(max(plan.slot_nbytes, self._routes.results_numel * dtype.itemsize))
         axes = [axis] if blocks is None else [axis, blocks.axis]
         self.is_on_one_rank = all(one.ranks * one.replica_count == 1 for one in axes)
         self._agrees = not (is_inner or self.is_on_one_rank)

@@ -75,7 +75,7 @@ def _trunc_normal(original: Callable[..., Tensor], tensor: Tensor, *args: Any, *
     full = unsharded_like(tensor)
     original(full, *args, **kwargs)
     with torch.no_grad():
-        store_shard(tensor, full, "trunc_normal_()")
+        store_shard(tensor, full)
     return tensor
 
 

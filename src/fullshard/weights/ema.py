@@ -280,8 +280,6 @@ class EMA:
             _memory(entry.local).copy_(values[entry.names[0]])
             if entry.parameter is not None:
                 entry.parameter.note_write()
-        for unit in tensors.units:
-            unit.log_write("EMA.swapped()")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and the number of updates.

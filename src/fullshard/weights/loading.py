@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import Agreement, clean_name, forget_writes
+from fullshard.core import Agreement, clean_name
 from fullshard.errors import check_bool, check_int, warn_once
 from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
 from fullshard.weights.background import join_saves
@@ -170,7 +170,6 @@ def load_weights(
                 break
         if match.twins:
             group.run(partial(_check_twins, match, files if group.index == 0 else None, strict=strict))
-        forget_writes(entry.parameter for entry, _ in match.found if entry.parameter is not None)
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         intact = set(match.missing) - set(unwritten)
         fresh = AllocatedTensors(model, tensors.units)
@@ -194,7 +193,6 @@ def load_weights(
             raise
     for unit in tensors.units:
         unit.refresh()
-        unit.log_write("load_weights()")
     for entry, _ in match.found:  # reads into memory increase no version counter
         parameter, plain = loaded[entry.target.name]
         if parameter is not None:
