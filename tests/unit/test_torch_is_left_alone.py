@@ -54,6 +54,10 @@ def snapshot():
     found["flops"] = tuple(torch.utils.flop_counter.flop_registry)
     found["hooks of Python"] = sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook, warnings.showwarning
     found["filters of warnings"] = tuple(warnings.filters)
+    for number in signal.valid_signals():
+        found[f"signal {number}"] = (signal.getsignal(number),)
+    found["wake-up descriptor"] = (wakeup := signal.set_wakeup_fd(-1),)
+    signal.set_wakeup_fd(wakeup)
     return found
 
 def same(one, other):
