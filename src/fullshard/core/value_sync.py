@@ -187,7 +187,8 @@ class _Axes:
             for _, axis in self._parallel(parameter.sharding):
                 parallel.setdefault(axis.key, axis)
         self._all_parallel = list(parallel.values())
-        self.found = [*data.values(), *self._all_parallel]
+        # Axes that shard first: a process group that replicates scalars as well is logged with them, as in other calls.
+        self.found = [*sorted(data.values(), key=lambda axis: axis.group is None), *self._all_parallel]
 
     def _parallel(self, sharding: ParamSharding) -> Iterator[tuple[Placement, ShardAxis]]:
         """Yield the tensor-parallel axes of a parameter that have several ranks, and its placement on each."""
