@@ -109,7 +109,6 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
     ("core/reduction.py wait_for_gradient (wait)", EVENT): "optimizers in hooks",
     ("core/reduction.py wait_for_gradient (block)", HOST): "values of the first rank",
     ("core/param_group.py synchronize_host (block)", HOST): "offload, written",
-    ("core/reducer.py drain (wait)", EVENT): "kept memory",
     ("core/param_group.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
     ("optim/owner_exchange.py _send (run)", EVENT): "Muon",
     ("optim/owner_exchange.py _wait (wait)", EVENT): "Muon",
@@ -128,6 +127,7 @@ IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those th
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last two the detector finds
     ("core/heartbeat.py read (wait)", EVENT),
+    ("core/reducer.py drain (wait)", EVENT),
     ("core/param_group.py synchronize_host (wait)", EVENT),
     ("core/reducer.py poll (wait)", EVENT),
     ("optim/owner_exchange.py _share (wait)", EVENT),  # the ranks agree behind it, over the same process group

@@ -54,7 +54,6 @@ ROOMS = (
 
 NOT_THERE = {  # tests, or cases of them
     "backward_weights_that_numpy_uses_are_named": "numpy cannot use its memory",
-    "sharded_tensor_means_that_dtensor_computes_wrongly_are_refused_by_name": "its mse_loss cannot resize an output",
     "compile_compiled_and_eager_agree_and_nothing_is_compiled_again[the whole model]": "one graph more: of what makes tensors there",
     "errors_a_sparse_gradient_is_refused_by_name": "has no kernels for sparse tensors",
     "iter_full_options_that_differ_between_ranks_are_refused_on_all": "ranks that part end as gloo ends",
@@ -65,14 +64,12 @@ NOT_THERE = {  # tests, or cases of them
     "fsdp2_surface_memory_that_a_backend_does_not_have_is_refused": "this one has it",
     "fsdp2_surface_forced_sums_are_scaled_behind_the_collective_and_others_by_it": "looks at gloo's reduce-scatter",
     "fsdp2_surface_a_hook_on_reduced_gradients_sums_over_further_replicas": "asks for what the CPU refuses",
-    "grad_dtypes_ranks_whose_gradients_come_in_different_dtypes_all_raise": "messages of two sizes end as gloo ends",
     "memory_a_thread_that_did_not_shard_may_delete_one_model_and_run_another": "tensors of other threads are the CPU's",
     "parity_an_lstm_that_keeps_its_weights_twice": "the device has a kernel for LSTMs that the CPU lacks",
     "traffic_ranks_that_began_anew_count_backwards_to_the_next_heartbeat_alike": "a rank that does not come ends as gloo ends",
     "meshes_pinning_is_skipped_and_said_where_there_is_nothing_to_copy_to": "there is",
     "memory_a_rank_alone_casts_gradients_into_their_sum": "watches the memory of the CPU",
     "hfsdp_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks": "has meshes of the CPU in mind",
-    "hfsdp_behind_a_failed_step_all_ranks_gather_what_some_of_them_wrote": "ranks that part end as gloo ends",
     "muon_a_checkpoint_of_four_ranks_loads_on_three": "has a mesh of the CPU in mind",
     "muon_a_failure_on_one_rank_raises_on_all_and_changes_nothing": "ranks that part end as gloo ends",
     "muon_ranks_with_other_matrices_are_told": "ranks that part end as gloo ends",

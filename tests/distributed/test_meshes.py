@@ -158,6 +158,7 @@ def test_traffic_of_hybrid_sharding_is_one_more_sum_per_unit(world: World) -> No
     for step in range(3):
         with fullshard.counting(model) as messages:
             square(model(world.mine(batch(step)))).backward()
+        messages = [m for m in messages if m.kind != "talk"]  # the first forward compares the ranks' values
         assert kinds(messages) == {
             ("all_gather", 2): 8,
             ("reduce_scatter", 2): 4,

@@ -13,7 +13,6 @@ from fullshard import _torch
 from fullshard.comm.streams import DeviceStream, InFlight, _DeviceWork
 from fullshard.core.heartbeat import Heartbeats
 from fullshard.core.param_group import ParamGroup
-from fullshard.core.reducer import GradientReducer
 from fullshard.core.reduction import Reduction
 from fullshard.core.runtime import Runtime
 from fullshard.optim.owner_exchange import OwnerExchange
@@ -144,7 +143,6 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
         (network.Work, "wait", lambda work, timeout=None: True),
     ),
     "writes of the caller's do not wait for copies": ((ParamGroup, "synchronize_host", in_forward_only()),),
-    "memory that stays has the next message before the last one is sent": ((GradientReducer, "drain", lambda reducer: None),),
     "backward ends on a stream that forward's is not behind": ((_torch, "then_order", lambda stream, fn: fn()),),
     "shards of matrices are freed as they are sent": ((OwnerExchange, "_send", matrices_as_they_are_sent),),
     "results of owners are read before they arrive": (
