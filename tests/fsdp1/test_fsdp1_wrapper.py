@@ -645,7 +645,7 @@ def test_ranks_that_disagree_about_meta_all_raise(world: World) -> None:
 
 
 @ranks(2)
-def test_ties_survive_meta_within_a_wrapper_and_across(world: World) -> None:
+def test_ties_survive_meta_within_a_wrapper(world: World) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -655,20 +655,19 @@ def test_ties_survive_meta_within_a_wrapper_and_across(world: World) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(torch.tanh(self.mid(self.embed(x))))
 
-    for policy in (None, functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))):
-        with torch.device("meta"):
-            model = Tied()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sharded = FSDP(model, auto_wrap_policy=policy)
-        state = sharded.state_dict()
-        assert torch.equal(state["head.weight"], state["embed.weight"])
-        plain = Tied()
-        plain.load_state_dict(state)
-        x = batch(0, 6)
-        square(sharded(world.mine(x))).backward()
-        square(plain(x)).backward()
-        assert_same_grads(sharded, plain)
+    with torch.device("meta"):
+        model = Tied()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharded = FSDP(model)
+    state = sharded.state_dict()
+    assert torch.equal(state["head.weight"], state["embed.weight"])
+    plain = Tied()
+    plain.load_state_dict(state)
+    x = batch(0, 6)
+    square(sharded(world.mine(x))).backward()
+    square(plain(x)).backward()
+    assert_same_grads(sharded, plain)
 
 
 # --- mixed precision ------------------------------------------------------------------------------------------------------
@@ -1743,18 +1742,11 @@ class TiedSiblings(nn.Module):
         return self.head(self.embed(ids))
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
 @ranks(2)
-def test_modules_that_share_a_parameter_are_synchronised(world: World, on_meta: bool) -> None:
-    """The second wrapper broadcast the parameter that the first one had sharded, or the one on meta of before."""
-    torch.manual_seed(world.rank)
-    with torch.device("meta" if on_meta and world.rank else "cpu"):
-        model = TiedSiblings()
+def test_wrappers_beside_each_other_that_share_a_parameter_are_refused(world: World) -> None:
     policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, (nn.Embedding, nn.Linear)))
-    sharded = FSDP(model, auto_wrap_policy=policy, sync_module_states=True, use_orig_params=True)
-    outs = [torch.empty(3, 6) for _ in range(2)]
-    dist.all_gather(outs, sharded(torch.arange(3)).detach())
-    assert torch.equal(*outs) and outs[0].isfinite().all()
+    with pytest.raises(ValueError, match="tied to 'weight' of unit 'Embedding'.*a module around them"):
+        FSDP(TiedSiblings(), auto_wrap_policy=policy, use_orig_params=True)
 
 
 @ranks(1)

@@ -31,17 +31,23 @@ class StepEntries:
         self._names = [name for name in optimizer.defaults if name not in _IMPLEMENTATION_OPTIONS]
         self._options: list[tuple[Any, ...]] = []  # of each group, as in `_fingerprints`
         self._fingerprints: list[Fingerprint] = []  # for each log
-        found: dict[tuple[Runtime, CollectiveLog], list[str]] = {}  # parameters by log
+        found: dict[tuple[Runtime, CollectiveLog], dict[int, list[str]]] = {}  # parameters by log and group
         for index, parameters in enumerate(sharded):
             for parameter in parameters:
                 unit = owner_of(parameter)
                 if unit is not None and unit.groups:
                     log = unit.runtime.communicator.log_of(parameter.sharding.axis)
-                    found.setdefault((unit.runtime, log), []).append(f"{index} {unit.global_id} {parameter.name}")
-        # (runtime, log, number and hash of the parameters), weakly, since a log keeps its process groups
+                    members = found.setdefault((unit.runtime, log), {})
+                    members.setdefault(index, []).append(f"{unit.global_id} {parameter.name}")
+        # (runtime, log, number of parameters, hash of those of each group), weakly, since a log keeps its process groups
         self._logs = [
-            (weakref.ref(runtime), weakref.ref(log), len(names), crc32(repr(sorted(names)).encode()))
-            for (runtime, log), names in found.items()
+            (
+                weakref.ref(runtime),
+                weakref.ref(log),
+                sum(map(len, members.values())),
+                {index: crc32(repr(sorted(names)).encode()) for index, names in members.items()},
+            )
+            for (runtime, log), members in found.items()
         ]
 
     def log_step(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -52,20 +58,24 @@ class StepEntries:
         ]
         if options != self._options or not self._fingerprints:
             self._options = options
-            self._fingerprints = [self._fingerprint(number, digest) for _, _, number, digest in self._logs]
+            self._fingerprints = [self._fingerprint(number, digests) for _, _, number, digests in self._logs]
         for (runtime_ref, log_ref, _, _), fingerprint in zip(self._logs, self._fingerprints):
             runtime, log = runtime_ref(), log_ref()
             if runtime is not None and log is not None:
                 runtime.log_step(log, fingerprint)
 
-    def _fingerprint(self, number: int, digest: int) -> Fingerprint:
-        """Return the fingerprint of a step of `number` parameters."""
+    def _fingerprint(self, number: int, digests: dict[int, int]) -> Fingerprint:
+        """Return the fingerprint of a step of `number` parameters, which is equal if ranks order the groups differently.
+
+        `digests`: by index of the group, a hash of its parameters.
+        """
         texts = [f"{self._class}.step() of {number} parameter{'s' if number != 1 else ''}"]
-        for index, name in enumerate(self._names):
-            values = list(dict.fromkeys(repr(option[index]) for option in self._options if option[index] is not None))
+        for at, name in enumerate(self._names):
+            values = sorted({repr(option) for index in digests if (option := self._options[index][at]) is not None})
             if values:
                 texts.append(f"{name}={' or '.join(values[:4])}")
-        return Fingerprint(UnitName(""), ", ".join(texts), f"{self._class} {self._options} {digest}")
+        groups = sorted(f"{self._options[index]} {digest}" for index, digest in digests.items())
+        return Fingerprint(UnitName(""), ", ".join(texts), f"{self._class} {groups}")
 
 
 def _plain(value: Any) -> Any:
