@@ -348,8 +348,9 @@ def test_other_dtypes_are_refused_and_ranks_that_choose_differently_are_told(wor
         fully_shard(model, mesh=world.mesh, mp_policy=policy)
     assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
     policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=lambda p: p.dtype if world.rank else None)
-    with pytest.raises(ValueError, match=r"rank 0 has 2: 'weight' .*rank 1 has 2: 'weight' not cast"):
-        fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    with pytest.raises(fullshard.StateError, match=r"rank 0 has 'weight' .*rank 1 has 'weight' .*not cast"):
+        model(torch.ones(1, 5))
     with pytest.raises(ValueError, match="param_dtype_override_fn must be callable or None, got 3"):
         MixedPrecisionPolicy(param_dtype_override_fn=3)
 

@@ -392,7 +392,7 @@ def test_a_model_without_units_is_loaded_too(world: World) -> None:
     [
         ({"threads": 0}, "threads must be an int of at least 1, got 0"),
         ({"buffer_bytes": "1G"}, "buffer_bytes must be an int of at least 1, got '1G'"),
-        ({"strict": 1}, "strict must be True or False, got 1"),
+        ({"strict": "yes"}, "strict must be True or False, got 'yes'"),
         ({"progress": True}, r"progress must be a function \(bytes so far, bytes in all\), got True"),
         ({"replicas": "all"}, "replicas must be 'auto' or 'read', got 'all'"),
     ],
