@@ -173,8 +173,9 @@ def test_values_that_differ_between_ranks_are_found_inside(world: World) -> None
     """The class names no inner tensors (`__tensor_flatten__`), so that they were not compared."""
     generator = torch.Generator().manual_seed(world.rank)
     weight = torch.randn(ROWS, 5, generator=generator)
-    with pytest.raises(ValueError, match="parameter 'weight' differs between rank 0 and rank 1"):
-        shard(world, TwoPart.of(weight), sync="check")
+    model = shard(world, TwoPart.of(weight), sync="check")
+    with pytest.raises(StateError, match="'weight' of .* differs between rank 0 and rank 1"):
+        model(batch(0))
     first = [TwoPart.of(weight).dense()]
     dist.broadcast_object_list(first)
     computes_with(shard(world, TwoPart.of(weight), sync="broadcast"), first[0])
