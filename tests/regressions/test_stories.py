@@ -743,8 +743,7 @@ def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: W
     class AllToAll(GlooCollectives):
         def _reduce_scatter_pair(self, outs: Any, fulls: Any, scale: float) -> StartedWork:
             received = [torch.empty_like(full) for full in fulls]
-            group = self._held.group
-            works = [dist.all_to_all_single(a, b, group=group, async_op=True) for a, b in zip(received, fulls)]
+            works = [dist.all_to_all_single(a, b, group=self._channel._group, async_op=True) for a, b in zip(received, fulls)]
 
             def add() -> None:
                 for parts, out in zip(received, outs):
@@ -1828,8 +1827,8 @@ def test_equal_factors_are_equal_behind_a_failed_step(world: World) -> None:
 
 
 @ranks(2)
-def test_norms_of_uneven_experts_are_clipped_together(world: World) -> None:
-    """The rank with two experts and the one with one have different numbers of parameters."""
+def test_norms_of_uneven_experts_that_no_mesh_connects_are_refused_on_all_ranks(world: World) -> None:
+    """The rank with two experts and the one with one have different numbers of parameters, and would scale the rest differently."""
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "alone"))["alone"]
     model = nn.ModuleDict({"dense": nn.Linear(5, 5), "experts": nn.ModuleList(nn.Linear(5, 5) for _ in range(2 - world.rank))})
     for expert in model["experts"]:
@@ -1839,7 +1838,8 @@ def test_norms_of_uneven_experts_are_clipped_together(world: World) -> None:
     for expert in model["experts"]:
         x = expert(x)
     square(x).backward()
-    assert fullshard.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+    with pytest.raises(StateError, match="differs between rank 0 and rank 1"):
+        fullshard.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @ranks(1)

@@ -15,7 +15,6 @@ from models import Stack, assert_near, assert_same_parameters, batch, rounding, 
 from torch import Tensor, nn
 
 from fullshard import CommPolicy, StateError, _torch, fully_shard
-from fullshard._torch.c10d import _named
 from fullshard.comm.base import SingleRank
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.streams import HostStream
@@ -100,24 +99,6 @@ def test_gathers_of_dtypes_that_nccl_lacks_travel_as_bytes(world: World) -> None
             assert seen.pop() is carried
     finally:
         _torch.all_gather_base = real
-
-
-@ranks(3)
-def test_groups_that_some_ranks_make_alone_are_not_split_from_the_default_one(world: World) -> None:
-    """nccl splits a default group that was made with `device_id=` together with all its ranks; those that were not asked hung."""
-    c10d: Any = dist.distributed_c10d
-    asked: list[Any] = []
-    real, c10d._get_split_source = c10d._get_split_source, lambda group: asked.append(group)
-    bound, dist.group.WORLD.bound_device_id = dist.group.WORLD.bound_device_id, torch.device("cpu", 0)
-    try:
-        assert c10d._get_split_source(None) is None and len(asked) == 1
-        with _named("alone"):
-            assert c10d._get_split_source(dist.group.WORLD) is None
-        assert len(asked) == 1, "the default group is no source of a group of one's own"
-        c10d._get_split_source(None)
-        assert len(asked) == 2, "of all other groups it is"
-    finally:
-        c10d._get_split_source, dist.group.WORLD.bound_device_id = real, bound
 
 
 class Backend:

@@ -6,6 +6,7 @@ import copy
 import io
 import weakref
 from collections import Counter, UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -93,6 +94,21 @@ def test_d_inference_mode_first_and_training_afterwards(world: World) -> None:
 
 
 @ranks(2)
+def test_g_gradients_behind_an_output_in_which_no_tensor_is_found_are_named_by_the_step(world: World) -> None:
+    """FSDP2 leaves `.grad` at None, and the optimizer steps without a word."""
+
+    class Hiding(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Hidden(super().forward(x))
+
+    sharded = fully_shard(Hiding(5, 7), mesh=world.mesh)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    square(sharded(world.mine(batch(0))).tensor).backward()
+    with pytest.raises(fullshard.StateError, match="'Hiding' has a gradient of 'weight' that no backward reduced"):
+        optimizer.step()
+
+
+@ranks(2)
 def test_e_changing_the_dtype_after_the_first_forward(world: World) -> None:
     model = Stack()
     sharded = shard_stack(copy.deepcopy(model), world.mesh)
@@ -131,11 +147,14 @@ class Bag(UserDict):
     pass
 
 
+@dataclass(slots=True)
 class Thing:
-    __slots__ = ("deep",)
+    deep: Any
 
-    def __init__(self, deep: Any) -> None:
-        self.deep = deep
+
+class Hidden:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class Wrapped(nn.Module):

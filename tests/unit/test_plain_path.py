@@ -75,7 +75,7 @@ def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["calls"] <= 178 and found["functions"] <= 124 and found["files"] <= 18, found
+    assert found["calls"] <= 178 and found["functions"] <= 124 and found["files"] <= 19, found
 
 
 def main() -> None:

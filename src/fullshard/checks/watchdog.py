@@ -249,7 +249,7 @@ class Watchdog:
         return known[1]
 
     def _ask(self, log: CollectiveLog) -> str:
-        """Request the states of the other ranks, and return them once all have replied or some time has passed."""
+        """Request the states of the other ranks, and return them once all replied, the log is closed, or time has passed."""
         end = self._clock() + REQUEST_INTERVAL + 1.0
         with self._lock:
             request = self._request(log)
@@ -257,7 +257,8 @@ class Watchdog:
             with self._lock:  # released between reads, so that this rank replies to others meanwhile
                 self._read_notices()
                 inquiry = Inquiry(self._store, log, request.number)
-            if inquiry.is_complete or self._clock() > end or self._thread.pause():
+            closed = log.desync_error is not None
+            if inquiry.is_complete or closed or self._clock() > end or self._thread.pause():
                 return str(inquiry)
 
     def peer_lost(self, call: LoggedCall, rank: int) -> None:

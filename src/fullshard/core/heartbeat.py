@@ -25,7 +25,7 @@ def message_length(parameters: int) -> int:
     """Return the number of bytes of a heartbeat with flags for this many parameters.
 
     >>> message_length(10), message_length(2000)
-    (1024, 3072)
+    (1024, 2048)
     """
     return -(-(2 * DIGEST + parameters) // _LENGTH_STEP) * _LENGTH_STEP
 

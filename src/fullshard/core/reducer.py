@@ -202,6 +202,13 @@ class GradientReducer:
     def check_arrived(self, unit: Unit, group: ParamGroup) -> None:
         """Raise StateError if gradients of a group are not in `.grad` yet, where an optimizer reads them."""
         for parameter in group.parameters:
+            if parameter.unsharded is not None and parameter.unsharded.grad is not None:
+                raise StateError(
+                    f"optimizer.step() was called while unit '{unit.name}' has a gradient of '{parameter.name}' that no "
+                    "backward reduced: no tensor was found in the output of its forward, or the parameter was used outside of "
+                    "it. Return tensors in lists, tuples, dicts or dataclasses, or register the class of the output with "
+                    "torch.utils._pytree.register_pytree_node."
+                )
             if parameter.local_grad is not None:
                 remedy = (
                     "Run the last backward of the step outside of accumulate(), or after set_requires_gradient_sync(True)"

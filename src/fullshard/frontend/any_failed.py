@@ -62,6 +62,7 @@ class FailureVote:
             except Exception as failure:
                 self.log.check_open()
                 where = "" if self._watchdog is None else self._watchdog.describe_peers(self.log)
+                self.log.check_open()  # while the other ranks replied, the watchdog may have found the cause
                 raise StateError(f"rank {self.log.rank}, any_failed(): {headline(failure)}. {where}") from failure
             finally:
                 self._wait_state.leave(before)
