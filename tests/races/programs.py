@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm.streams import DeviceStream, Lane
-from fullshard.core import layout
+from fullshard.core import layout, unit_of
 from fullshard.policies import PRESETS
 
 
@@ -356,6 +356,8 @@ class Training:
                     raise
                 failure.__traceback__ = None  # it keeps what the frames hold
                 self.model.zero_grad()
+                if step % 2:  # as any_failed() does on every rank
+                    unit_of(self.model).runtime.recovery.abort_step()
         if self.tolerant:  # whatever came before, a whole step follows
             self.step(self.program.steps)
 

@@ -58,8 +58,10 @@ class Inquiry:
         behind = {rank: state for rank, state in self.states.items() if state.count < call.number}
         ended = {rank: state for rank, state in behind.items() if state.ended}
         if ended:
+            failures = [f"{listed([rank])} raised {state.exception}" for rank, state in ended.items() if state.exception]
+            how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
-            return f"{listed([*ended])} ended the program while {here}. {last}"
+            return f"{how} ended the program while {here}. {last}"
         # A rank that raised may continue: only a state that was published during this wait counts. On the CPU it may have
         # logged this call without starting it: an all-reduce over replicas starts when the one over shards is waited for.
         known = self.states if self._log.tagged else behind
