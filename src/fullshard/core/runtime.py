@@ -355,7 +355,9 @@ class Runtime:
         units = self.backward.units
         for _, unit in sorted(units.items()):
             self._uninstall_after_backward(unit)
-            unit.reduce_late()
+            # Zero-bubble schedules set `.grad` between backwards of inputs: it stays, to sum microbatch by microbatch.
+            if unit.options.reduces or unit.number not in self.backward.passed:
+                unit.reduce_late()
         touched = [unit for number, unit in units.items() if number not in self.backward.passed]
         if touched:  # or it reached inputs only, and ends no step
             self.reducer.collect(touched)
