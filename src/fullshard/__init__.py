@@ -5,6 +5,7 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
+    ext                    rare features beside the engine, each deleted with its file: any_failed()
     frontend               fully_shard(), FSDPModule, forward methods, grad(); the functions of torch that it replaces
     state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
@@ -18,6 +19,7 @@ errors.py    StateError and InternalError; warnings that are issued once
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
 
+from fullshard import ext
 from fullshard.checks.watchdog import positions
 from fullshard.comm.base import Collectives
 from fullshard.comm.custom import AllGather, Comm, ReduceScatter
@@ -26,12 +28,12 @@ from fullshard.comm.traffic import Message
 from fullshard.core.mesh import DataParallelMeshDims
 from fullshard.core.param_sharding import ShardPlacementResult
 from fullshard.errors import InternalError, StateError
+from fullshard.ext import *
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.recorder import record
 from fullshard.foresight.search import search
 from fullshard.foresight.trace import routed
-from fullshard.frontend.any_failed import any_failed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.autograd import grad
 from fullshard.frontend.module import (
@@ -113,7 +115,6 @@ __all__ = [
     "StateError",
     "StateSharding",
     "UnshardHandle",
-    "any_failed",
     "calibrate",
     "clip_grad_norm_",
     "counting",
@@ -147,3 +148,4 @@ __all__ = [
     "verify",
     "whole_view",
 ]
+__all__ += ext.__all__

@@ -304,7 +304,7 @@ def test_a_forked_process_that_ends_does_not_end_its_parent(world: World) -> Non
 
 @ranks(2)
 def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
-    from fullshard.frontend.any_failed import _VOTES
+    from fullshard.ext.any_failed import _VOTES
 
     fullshard.any_failed()
     before = len(_VOTES)

@@ -1467,7 +1467,7 @@ def test_a_move_that_raises_keeps_all_gradients(world: World) -> None:
 def test_votes_of_slices_of_a_mesh_are_one(world: World) -> None:
     """Each slice is a new object, and got a collective log and an entry of the watchdog for good."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    vote_of = importlib.import_module("fullshard.frontend.any_failed")._vote_of
+    vote_of = importlib.import_module("fullshard.ext.any_failed")._vote_of
     assert not fullshard.any_failed(mesh["dp"])
     assert vote_of(mesh["dp"]) is vote_of(mesh["dp"]) is not vote_of(mesh["tp"])
 

@@ -16,6 +16,7 @@ ROOT = {"_torch", "errors", "policies"}  # any file may import these
 BUILT_ON_CORE = {
     "state",
     "optim",
+    "ext",
     "wrap",
     "fsdp1",
     "tools",
@@ -30,9 +31,10 @@ BELOW = {  # a package, and those that it may import
     "state": {"core"},
     "optim": {"core"},
     "frontend": {"comm", "checks", "core", "state", "optim"},
+    "ext": {"comm", "checks", "core", "state", "optim", "frontend"},
     "wrap": {"core", "frontend"},
-    "fsdp1": {"core", "state", "optim", "frontend", "wrap"},
-    "tools": {"core", "optim", "frontend", "wrap"},
+    "fsdp1": {"core", "state", "optim", "frontend", "ext", "wrap"},
+    "tools": {"core", "optim", "frontend", "ext", "wrap"},
     "weights": {"core", "state", "wrap"},
     "foresight": {"core", "state", "optim", "frontend", "wrap"},
 }

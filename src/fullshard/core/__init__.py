@@ -1,7 +1,7 @@
 """The core: one fully_shard() call from hooks to process group, and the names that other packages may use of it.
 
-state, optim, wrap, fsdp1, weights, foresight and tools import names from here, and none from the files below. `__all__` lists
-the names, and the docstring of each says what it does. If a package needs another name, add it. Where to begin:
+state, optim, ext, wrap, fsdp1, weights, foresight and tools import names from here, and none from the files below. `__all__`
+lists the names, and the docstring of each says what it does. If a package needs another name, add it. Where to begin:
 
 units        `units_of(module)`: each `Unit` is one fully_shard() call; a `Runtime` runs the units of a device and thread
 parameters   `logical_parameters(tensors)`: the `ShardedParameter` of a DTensor; its `owner` has its `ParamGroup` and unit
@@ -67,7 +67,7 @@ from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.backward import BackwardHook, NodeHooks
-from fullshard.core.communicator import CollectiveCall
+from fullshard.core.communicator import CollectiveCall, abort_groups
 from fullshard.core.copies import agreement_of_all, find_difference
 from fullshard.core.extension import needs_own_group
 from fullshard.core.full_tensors import all_gather_full, full_tensor
@@ -186,6 +186,7 @@ __all__ = [
     "Unshard",
     "Wait",
     "Work",
+    "abort_groups",
     "added_parameters",
     "agreement_of_all",
     "all_gather_full",

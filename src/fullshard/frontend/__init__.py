@@ -4,6 +4,5 @@ api.py              fully_shard()
 module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats(), undo()
 forward_methods.py  registered forward methods, such as generate
 autograd.py         grad(): gradients as values
-any_failed.py       any_failed(): skip a failed step on all ranks
 fsdp2_state.py      views of units with the names of FSDP2's private state
 """

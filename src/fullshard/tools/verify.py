@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard import ext
 from fullshard.core import full_tensor
 from fullshard.errors import check_int
-from fullshard.frontend.any_failed import any_failed
 from fullshard.wrap.whole_model import shard_model
 
 
@@ -193,7 +193,7 @@ class _Program:
                 one.zero_grad()
             found += [self._compare(step, "value", n, ours[n], p) for n, p in plain.named_parameters()]
             first = next((difference for difference in found if difference is not None), None)
-            if any_failed(None, first is not None):
+            if ext.any_failed(None, first is not None):
                 break
         return Verdict(self.steps, dist.get_world_size(), len(names), _first_difference(first))
 

@@ -18,9 +18,7 @@ from fullshard.checks.watchdog import watchdog_of
 from fullshard.comm.backends import carries_tags, collectives_for
 from fullshard.comm.gloo import MessageTag
 from fullshard.comm.streams import HostStream, nothing
-from fullshard.core.communicator import abort_groups
-from fullshard.core.mesh import resolve_mesh
-from fullshard.core.runtime import Runtime
+from fullshard.core import Runtime, abort_groups, resolve_mesh
 from fullshard.errors import StateError
 
 _CALL = Fingerprint(UnitName(""), "any_failed()", "any_failed()")

@@ -1,0 +1,123 @@
+"""Rare features are beside the engine: it imports none, and works without each one's file."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_wings import FILES, SOURCE, imported, name_of
+
+ENGINE = ("core", "comm", "checks", "frontend", "state")
+FEATURES = sorted(path.stem for path in FILES if path.parent.name == "ext")
+
+# torch is imported once; a process for each copy of the package is forked from this one, and forks its second rank.
+TRAIN = """
+import copy, importlib, json, os, sys, tempfile, traceback
+import torch, torch.distributed as dist
+import torch.distributed.tensor, torch._dynamo
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.set_num_threads(1)
+
+def train(rank, store):
+    import fullshard
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = copy.deepcopy(plain)
+    for module in (model[0], model[2], model):
+        fullshard.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (plain, model)]
+    for step in range(2):
+        batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        plain(batch).square().mean().backward()
+        model(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+    dist.destroy_process_group()
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def try_copy(folder):
+    sys.path.insert(0, folder)
+    import fullshard
+    assert fullshard.__file__.startswith(folder), fullshard.__file__
+    with open(f"{folder}/names.json", "w") as file:
+        json.dump(sorted(name for name in fullshard.__all__ if hasattr(fullshard, name)), file)
+    store = f"{folder}/store"
+    other = fork(train, 1, store)
+    train(0, store)
+    assert not ended(other), "rank 1 failed"
+
+def fork(call, *args):
+    if pid := os.fork():
+        return pid
+    try:
+        call(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+print(json.dumps([ended(fork(try_copy, folder)) for folder in sys.argv[1:]]))
+"""
+
+
+def exported(feature: str) -> set[str]:
+    """The names of a file of ext that the package exports."""
+    tree = ast.parse((SOURCE / "ext" / "__init__.py").read_text())
+    own = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == f"fullshard.ext.{feature}")
+    return {alias.name for node in own for alias in node.names}
+
+
+def copy_without(feature: str, folder: Path) -> None:
+    """Copy the package, but not a file of ext, its import, and its names in `__all__`."""
+    shutil.copytree(SOURCE, folder / "fullshard")
+    (folder / "fullshard" / "ext" / f"{feature}.py").unlink()
+    init = folder / "fullshard" / "ext" / "__init__.py"
+    gone = [f"from fullshard.ext.{feature} import", *(f'"{name}",' for name in exported(feature))]
+    init.write_text("".join(line for line in init.read_text().splitlines(True) if not line.strip().startswith(tuple(gone))))
+
+
+@pytest.fixture(scope="module")
+def copies() -> Iterator[dict[str, tuple[int, Path, str]]]:
+    """For each file of ext, a copy of the package without it: the exit code of a program that trains with it, and its errors."""
+    with tempfile.TemporaryDirectory(prefix="without") as folder:
+        places = [Path(folder) / feature for feature in FEATURES]
+        for feature, place in zip(FEATURES, places):
+            copy_without(feature, place)
+        command = [sys.executable, "-c", TRAIN, *map(str, places)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        codes = json.loads(ran.stdout)
+        yield {feature: (code, place, ran.stderr) for feature, code, place in zip(FEATURES, codes, places)}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name in ENGINE], ids=name_of)
+def test_the_engine_imports_no_rare_feature(path: Path) -> None:
+    assert not [name for name in imported(path) if name.split(".")[0] == "ext"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_the_file_of_a_rare_feature_the_rest_trains(copies: dict[str, tuple[int, Path, str]], feature: str) -> None:
+    import fullshard
+
+    code, place, errors = copies[feature]
+    assert code == 0, errors
+    names = set(json.loads((place / "names.json").read_text()))
+    assert set(fullshard.__all__) - names == exported(feature), "its names are gone, and no others"
