@@ -35,6 +35,7 @@ import rotation
 from exits import Job, Rank, meet, run_job, server, soon
 
 WHATS = ["raise", "sys.exit", "os._exit", "SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP", "slow"]
+SMALL = 8  # jobs of a part: as many as there are endings
 PAUSES = ("SIGSTOP", "slow")  # endings that are none
 WHERES = ["init", "wrap", "forward", "backward", "optimizer", "save", "end"]
 STEPS, EVERY, FAULTY = 5, 2, 2  # steps of a job, those between two checkpoints, and the one in which a rank ends (from 0)
@@ -214,6 +215,7 @@ class Reference:
                     train,
                     size,
                     folder=_new(self.folder / f"whole-{size}" / "job"),
+                    ends_fast=True,
                     what="",
                     where="",
                     victim=-1,
@@ -274,7 +276,8 @@ def resumed(folder: Path, size: int, whole: list[dict[int, float]]) -> Iterator[
     """What does not hold of a job that is started anew."""
     last = folder / "last"
     begin = int(last.read_text()) if last.exists() else 0
-    job = run_job(train, size, folder=_new(folder / "again"), what="", where="", victim=-1, module="chaos")
+    facts: dict[str, Any] = {"what": "", "where": "", "victim": -1}
+    job = run_job(train, size, folder=_new(folder / "again"), module="chaos", ends_fast=True, **facts)
     for one, known, expected in zip(job, losses(job), whole):
         if one.code != 0:
             yield f"resume: rank {one.rank} from step {begin}: exit code {one.code}, {one.raised or one.out[-300:]}"
@@ -331,8 +334,8 @@ def chosen(options: argparse.Namespace) -> list[Cell]:
     if options.part == "small":  # which follows from the commit; each has all endings and all places
         part = rotation.part() or 0
         picked = [cell for index, cell in enumerate(found) if (index + 3 * (index // 7) + part) % 7 == 0]
-        start = part * 16 % max(1, len(picked))
-        found = (picked + picked)[start : start + min(16, len(picked))]
+        start = part * SMALL % max(1, len(picked))
+        found = (picked + picked)[start : start + min(SMALL, len(picked))]
     return found
 
 
@@ -355,9 +358,11 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["all", "small"], default="all", help="small: 16 jobs that follow from the commit")
+    parser.add_argument(
+        "--part", choices=["all", "small"], default="all", help=f"small: {SMALL} jobs that follow from the commit"
+    )
     parser.add_argument("--what", nargs="+", choices=WHATS, default=WHATS)
     parser.add_argument("--where", nargs="+", choices=WHERES + IN_STEP, default=WHERES + IN_STEP)
     parser.add_argument("--victim", nargs="+", type=int, default=[0, 1])
@@ -368,7 +373,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=max(4, 3 * (os.cpu_count() or 1)), help="jobs side by side")
     parser.add_argument("--no-resume", action="store_true", help="start no job anew")
     parser.add_argument("--verbose", action="store_true", help="print what every rank of a job that failed said")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ[STATES], os.environ[OPTIMIZER] = options.states, options.optimizer
     begin = time.monotonic()
     wanted = chosen(options)

@@ -24,6 +24,7 @@ import rotation  # noqa: E402
 
 sys.path += harness.ROOMS  # some tests are built of what others have beside them
 torch.set_num_threads(1)
+os.fsync = os.fstat  # type: ignore[assignment]  # which refuses what is closed, too, and waits for no disk
 # Ranks are woken by messages. With the usual scheduler of Linux one that is woken takes the processor from the one that woke it,
 # which holds a lock of gloo's at that moment, for which gloo's thread then spins: with more ranks than processors, steps of small
 # models take three times as long. Processes that this one begins inherit it.

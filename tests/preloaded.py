@@ -6,6 +6,7 @@ rank of each pool. What is imported here need nobody look at, nor copy, when it 
 
 import gc
 import importlib
+import os
 import sys
 
 import torch
@@ -23,6 +24,7 @@ for name in (
 ):
     importlib.import_module(name)
 
+os.fsync = os.fstat  # which refuses what is closed, too, and waits for no disk
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
 gc.collect()
 if "triton" not in sys.modules:  # which prints what of it is not collected when a process ends

@@ -31,7 +31,7 @@ def example(rank: Rank, name: str) -> None:
 
 def printed(name: str, ranks: int) -> list[str]:
     """What each rank printed."""
-    job = run_job(example, ranks, limit=120.0, name=name)
+    job = run_job(example, ranks, limit=120.0, ends_fast=True, name=name)
     assert [one.code for one in job] == [0] * ranks, str(job)
     return [one.out for one in job]
 

@@ -51,7 +51,7 @@ def example(rank: Rank, arguments: list[str]) -> None:
 
 def run(ranks: int, out: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The figures, and what all ranks printed."""
-    job = run_job(example, ranks, limit=300.0, arguments=[*SMALL, "--out", str(out), *arguments])
+    job = run_job(example, ranks, limit=300.0, ends_fast=True, arguments=[*SMALL, "--out", str(out), *arguments])
     assert [one.code for one in job] == [0] * ranks, str(job)
     return json.loads((out / "figures.json").read_text()), "".join(one.out for one in job)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +60,7 @@ def shard_nbytes(model: nn.Module) -> int:
 
 
 def small_first(rank: Rank, cut: str, folder: Path, options: dict[str, Any]) -> None:
-    """A first use imports modules, starts threads and connects ranks. From here on nothing waits for a disk."""
-    os.fsync = lambda descriptor: None
+    """A first use imports modules, starts threads and connects ranks."""
     model = built(rank.size, cut, dim=64, layers=2)
     model.to_empty(device="cpu")
     nn.init.ones_(model[0].weight), nn.init.ones_(model[1].weight)
@@ -121,20 +119,20 @@ CUTS = [("rows", 2), ("columns", 2), ("hybrid", 4)]
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("cut, size", CUTS)
 def test_loading_takes_shards_and_a_buffer(cut: str, size: int, dtype: str | None) -> None:
-    check(run_job(loading, size, limit=120.0, cut=cut, dtype=dtype), shards=1)
+    check(run_job(loading, size, limit=120.0, ends_fast=True, cut=cut, dtype=dtype), shards=1)
 
 
 @pytest.mark.rotates(3)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("cut, size", CUTS)
 def test_saving_takes_a_buffer(cut: str, size: int, dtype: str | None) -> None:
-    check(run_job(saving, size, limit=120.0, cut=cut, dtype=dtype, background=False), shards=0)
+    check(run_job(saving, size, limit=120.0, ends_fast=True, cut=cut, dtype=dtype, background=False), shards=0)
 
 
 @pytest.mark.rotates(3)
 @pytest.mark.parametrize("cut, size", CUTS)
 def test_saving_in_the_background_takes_a_copy_of_the_rows_and_a_buffer(cut: str, size: int) -> None:
-    check(run_job(saving, size, limit=120.0, cut=cut, dtype=None, background=True), shards=1)
+    check(run_job(saving, size, limit=120.0, ends_fast=True, cut=cut, dtype=None, background=True), shards=1)
 
 
 @pytest.mark.rotates(8)

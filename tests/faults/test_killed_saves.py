@@ -10,13 +10,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Net, contents
-from exits import Rank, run_job
+from exits import Rank, run_job, together
 from rotation import share
 
 import fullshard
@@ -104,6 +105,7 @@ def saved(
         job,
         2,
         limit=60.0,
+        ends_fast=True,
         directory=str(folder),
         victims=victims,
         number=number,
@@ -209,7 +211,7 @@ def ending(rank: Rank, directory: str, what: str) -> None:
     import torch.distributed as dist
 
     rank.begin()
-    behind.PATIENCE = 4.0
+    behind.PATIENCE = 2.0
     torch.manual_seed(7)
     model = Net()
     fullshard.shard_model(model)
@@ -220,7 +222,7 @@ def ending(rank: Rank, directory: str, what: str) -> None:
             if what == f"killed {rank.rank}":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank.rank == 1 and what == "slow":
-                time.sleep(6)
+                time.sleep(3)
         original(descriptor)
 
     os.fsync = slow
@@ -231,19 +233,21 @@ def ending(rank: Rank, directory: str, what: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.rotates(2)
-@pytest.mark.parametrize("what", ["ends", "destroyed", "slow", "killed 0", "killed 1"])
-def test_a_process_that_ends_ends_its_save(what: str, tmp_path: Path) -> None:
+def test_a_process_that_ends_ends_its_save(tmp_path: Path) -> None:
     """A job that ends without `wait` has its checkpoint; one of which a rank is killed ends, and has none."""
-    folder = tmp_path / "saved"
-    ended = run_job(ending, 2, limit=60.0, directory=str(folder), what=what)
-    warned = ["\n".join(line["text"] for line in rank.said if line["what"] == "warned") for rank in ended]
-    if not what.startswith("killed"):
-        assert [rank.code for rank in ended] == [0, 0], str(ended)
-        assert [path.name for path in tmp_path.iterdir()] == ["saved"] and "model.safetensors" in contents(folder)
-        assert warned == ["", ""]
-        return
-    killed = int(what[-1])
-    assert ended[killed].code == -signal.SIGKILL and ended[1 - killed].first("done") is not None
-    assert "The background save to" in warned[1 - killed]
-    assert not folder.exists()
+    whats = ["ends", "destroyed", "slow", "killed 0", "killed 1"]
+    folders = [tmp_path / what / "saved" for what in whats]
+    for folder in folders:
+        folder.parent.mkdir()
+    jobs = [partial(run_job, ending, 2, limit=60.0, directory=str(f), what=w) for f, w in zip(folders, whats)]
+    for what, folder, ended in zip(whats, folders, together(jobs, at_once=len(jobs))):
+        warned = ["\n".join(line["text"] for line in rank.said if line["what"] == "warned") for rank in ended]
+        if not what.startswith("killed"):
+            assert [rank.code for rank in ended] == [0, 0], str(ended)
+            assert [path.name for path in folder.parent.iterdir()] == ["saved"] and "model.safetensors" in contents(folder)
+            assert warned == ["", ""]
+            continue
+        killed = int(what[-1])
+        assert ended[killed].code == -signal.SIGKILL and ended[1 - killed].first("done") is not None
+        assert "The background save to" in warned[1 - killed]
+        assert not folder.exists()
