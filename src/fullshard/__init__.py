@@ -5,8 +5,8 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
-    ext                    rare features beside the engine, each deleted with its file: any_failed()
-    frontend               fully_shard(), FSDPModule, forward methods, grad(); the functions of torch that it replaces
+    ext                    rare features beside the engine, a file each
+    frontend               fully_shard(), FSDPModule, forward methods; the functions of torch that it replaces
     state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
     checks                 the collective log, and the watchdog that compares it between ranks
@@ -35,7 +35,6 @@ from fullshard.foresight.recorder import record
 from fullshard.foresight.search import search
 from fullshard.foresight.trace import routed
 from fullshard.frontend.api import fully_shard
-from fullshard.frontend.autograd import grad
 from fullshard.frontend.module import (
     FSDPModule,
     GradientReductionHandle,
@@ -68,7 +67,6 @@ from fullshard.policies import (
     StateSharding,
 )
 from fullshard.state.full_params import full_params, gathered
-from fullshard.state.materialize import materialize
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.lint import lint
 from fullshard.tools.verify import verify
@@ -122,14 +120,12 @@ __all__ = [
     "full_params",
     "fully_shard",
     "gathered",
-    "grad",
     "install",
     "installed",
     "iter_full",
     "lint",
     "load_weights",
     "local_view",
-    "materialize",
     "matrices_of",
     "plan_model",
     "plan_owners",

@@ -3,6 +3,5 @@
 api.py              fully_shard()
 module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats(), undo()
 forward_methods.py  registered forward methods, such as generate
-autograd.py         grad(): gradients as values
 fsdp2_state.py      views of units with the names of FSDP2's private state
 """

@@ -30,9 +30,9 @@ from fullshard.core import (
     subgroup_of,
     unit_of,
 )
+from fullshard.ext.materialize import common_seed, seeded
 from fullshard.fsdp1.agreement import ComparedValues, agree
 from fullshard.policies import CommPolicy
-from fullshard.state.materialize import common_seed, seeded
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
 Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate over)

@@ -1,7 +1,6 @@
 """Values and classes of sharded modules, outside of steps.
 
 full_params.py      full_params(), gathered(): unsharded parameters inside a block
-materialize.py      materialize(): allocate and initialize a model that was built on meta
 class_swap.py       install units on modules and remove them; copies, pickles, undo
 ties.py             tied parameters that an earlier unit owns already
 """

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core.replaced_parameters import current_parameter
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters
-from fullshard.core.unit import Unit, owner_of
+from fullshard.core import ShardedParameter, Unit, current_parameter, logical_parameters, owner_of
 from fullshard.errors import StateError
 
 
