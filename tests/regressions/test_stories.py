@@ -612,8 +612,8 @@ def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
     runtime = model._fullshard_unit.runtime
     model.blocks[0].unshard(async_op=True)
     del model
-    assert not runtime._gathering
     other = shard_stack(Stack(), world.mesh)
+    assert not runtime._gathering
     square(other(batch(0))).backward()
 
 

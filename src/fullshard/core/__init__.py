@@ -45,7 +45,7 @@ backward.py            hooks on autograd graphs, and the backward in progress
 
 Rare features, each called from one place:
 
-recovery.py            cleans up after an exception or an interrupt
+recovery.py            finds what an exception or an interrupt broke off, and has the runtime reset it
 join.py                join(): take part in collectives without computing
 joined_calls.py        forward calls that a rank joined, until their backward
 late_grads.py          gradients that arrive without a hook on an output

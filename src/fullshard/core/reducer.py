@@ -162,9 +162,7 @@ class GradientReducer:
         ):
             self._in_flight.drain_quietly()
             self._replicating.drain_quietly()
-            dropped = [reduction for owner, reduction in self._undelivered if owner is unit]
-            self._reduced = [entry for entry in self._reduced if entry[0]() is not unit]
-            self._hooked = deque(reduction for reduction in self._hooked if reduction not in dropped)
+            self._keep([(owner, reduction) for owner, reduction in self._undelivered if owner is not unit])
         for group in unit.groups:
             group.grads.discard()
         self._keeping.pop(unit.number, None)
@@ -176,24 +174,25 @@ class GradientReducer:
         for unit in units:
             self.discard(unit)
 
-    def abort(self) -> None:
-        """Wait for everything in flight, and ignore its errors."""
+    def abort(self, units: Container[int]) -> None:
+        """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
         self._in_flight.drain_quietly()
         self._replicating.drain_quietly()
         self.merged = False
+        for unit, _ in self._undelivered:
+            if unit.number in units and unit.pending is not None:
+                self._drop(unit.pending, "a backward that raised, before they were waited for")
+        self._keep([(unit, reduction) for unit, reduction in self._undelivered if unit.number not in units])
+
+    def _keep(self, left: Sequence[tuple[Unit, Reduction]]) -> None:
+        """Keep only these of the reductions since the last heartbeat."""
+        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in left]
+        kept = [reduction for _, reduction in left]
+        self._hooked = deque(reduction for reduction in self._hooked if reduction in kept)
 
     def drop_heartbeats(self) -> None:
         """Drop the unread heartbeats, when the ranks begin anew."""
         self._heartbeats.clear()
-
-    def forget(self, units: Container[int]) -> None:
-        """Drop the reductions of these units (by number), so that their gradients are never set."""
-        for unit, _ in self._undelivered:
-            if unit.number in units and unit.pending is not None:
-                self._drop(unit.pending, "a backward that raised, before they were waited for")
-        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self._undelivered if unit.number not in units]
-        left = [reduction for _, reduction in self._reduced]
-        self._hooked = deque(reduction for reduction in self._hooked if reduction in left)
 
     def forget_deleted(self) -> None:
         """Drop the reductions of units that were deleted."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident, local
 
@@ -89,14 +89,13 @@ class Runtime:
         self.trace: list[tuple[int, bool]] = []
         self.raised_in: tuple[str, str] | None = None
 
-        # Units by number. Another thread may delete a unit in the middle of an event, so its number waits in
-        # `_deleted_elsewhere`.
+        # Units by number, and the numbers of those that were deleted since the last forward began.
         self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
         self._numbers = itertools.count()
         self._thread = get_ident()
-        self._deleted_elsewhere: deque[int] = deque()
+        self._deleted: deque[int] = deque()
 
         # All-gathers in flight: number of the unit -> its groups and their work.
         self._gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
@@ -118,7 +117,7 @@ class Runtime:
         self.reducer.poll()  # collectives of a deleted model may hold its memory, which this unit may need
         number = next(self._numbers)
         self._units[number] = unit
-        weakref.finalize(unit, self._on_deleted, number)
+        weakref.finalize(unit, self._deleted.append, number)
         return self.scheduler.register(number, unit.options)
 
     def unregister(self, unit: Unit) -> None:
@@ -136,20 +135,10 @@ class Runtime:
         """Return the living units, oldest first."""
         return [unit for _, unit in sorted(self._units.items())]
 
-    def is_own_thread(self) -> bool:
-        """Return True on the thread that the runtime belongs to."""
-        return get_ident() == self._thread
-
     def forget_deleted(self) -> None:
-        """Unregister the units that other threads deleted."""
-        while self._deleted_elsewhere:
-            self._forget(self._deleted_elsewhere.popleft())
-
-    def _on_deleted(self, number: int) -> None:
-        if self.is_own_thread():
-            self._forget(number)
-        else:
-            self._deleted_elsewhere.append(number)
+        """Unregister the units that were deleted, which may have happened on any thread, in the middle of an event."""
+        while self._deleted:
+            self._forget(self._deleted.popleft())
 
     def _forget(self, number: int) -> None:
         if not self.scheduler.knows(number):
@@ -248,9 +237,7 @@ class Runtime:
         for number in dict.fromkeys(action.unit for action in actions):
             unit = self.unit(number)
             if unit is not None:
-                self._wait_or_drop(self._gathering.pop(number, []))
-                unit.exposure.writable = False  # or freeing would raise if the user wrote to a parameter
-                unit.free_unsharded()
+                self._discard_unsharded(unit)
                 self.scheduler.clear(number)
 
     def _unshard(self, unit: Unit) -> None:
@@ -384,52 +371,54 @@ class Runtime:
         collective raises.
         """
         in_backward = self.reducer.decided is not None or _torch.current_graph_task() != -1
-        if not in_backward and self.is_own_thread() and log.desync_error is None:
+        if not in_backward and get_ident() == self._thread and log.desync_error is None:
             log.append(fingerprint)
 
     # --- after an exception ---
 
-    def abort_gathers(self, units: Container[int]) -> None:
-        """Wait for the all-gathers of these units (by number) that are in flight, and reshard them."""
-        for number in [number for number in self._gathering if number in units]:
-            unit = self.unit(number)
-            try:
-                self._wait_or_drop(self._gathering.pop(number))
-            finally:
-                if unit is not None:
-                    unit.free_unsharded()
-                    self.scheduler.clear(number)
+    def reset(self, units: Sequence[Unit] | None = None, *, discard: Sequence[Unit] = ()) -> None:
+        """End the forward and backward that run, without `.grad`, and free the unsharded parameters of these units.
 
-    def drop_everything(self) -> None:
-        """Reset all units after an interrupt, whatever state they are in."""
-        while self._gathering:
-            self._wait_or_drop(self._gathering.popitem()[1])
-        for unit in self.all_units():
-            unit.exposure.writable = False
+        Args:
+            units: the units of the models that failed; others go on. None for all units, after an interrupt, when no record of
+                them can be trusted, and where ranks agreed that a step failed, which may have ended at different places on
+                them: then nothing is predicted from earlier steps either.
+            discard: the units whose gradients of earlier backwards, which are not in `.grad` yet, go as well.
+        """
+        everything, units = units is None, self.all_units() if units is None else units
+        numbers = {unit.number for unit in units}
+        restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
+        self.backward.stop()
+        self.joined.drop(numbers)
+        self.reducer.abort(self.backward.units)
+        if everything:
+            self.reducer.drop_heartbeats()
+            self.communicator.wait_for_all_streams()
+        for unit in units:
             unit.progress.clear()
+            self._discard_unsharded(unit)
             for group in unit.groups:
                 group.drop_gradients()
-                group.drop_unsharded()
+        self.scheduler.reset(None if everything else numbers)
+        for unit in discard:
+            self.reducer.discard(unit)
+        self.backward.units.clear()
 
-    def _wait_or_drop(self, gathering: Sequence[tuple[ParamGroup, Work]]) -> None:
-        """Wait for all-gathers, since memory that messages still arrive in must not be freed.
-
-        On an accelerator, wait for all of them: that only orders the compute stream, and takes no time. On the CPU, do not wait
-        for anything after a failure: its messages may never come, and they keep their memory alive themselves.
-        """
-        left = deque(gathering)
-        try:
-            while left:
-                try:
-                    left[0][1].wait()
-                except Exception:
-                    if self.communicator.async_device is None:
-                        break
-                    left[0][0].drop_unsharded()
-                left.popleft()
-        finally:
-            for group, _ in left:
-                group.drop_unsharded()
+    def _discard_unsharded(self, unit: Unit) -> None:
+        """Free the unsharded parameters of a unit, whatever state they are in."""
+        gathering = self._gathering.pop(unit.number, None)
+        unit.exposure.writable = False  # or freeing would raise if the user wrote to a parameter
+        if gathering is None:
+            with suppress(StateError):  # memory that numpy uses, which is dropped then
+                unit.free_unsharded()
+            return
+        # Memory that messages still arrive in must not be reused. On an accelerator, order the compute stream behind them. On
+        # the CPU they may never come, and keep their memory alive themselves.
+        for _, work in gathering if self.communicator.async_device is not None else ():
+            with suppress(Exception):
+                work.wait()
+        for group in unit.groups:
+            group.drop_unsharded()
 
 
 def make_unit(

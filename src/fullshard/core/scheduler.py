@@ -156,6 +156,9 @@ class UnitRecord:
     # what is legal, never what is sent.
     live_graphs: int = 0
 
+    # Graphs of calls that ended until this time are not counted, since a reset forgot them.
+    since: int = -1
+
     # The last forward outside of a backward, which a recomputation repeats, and whether it (or its recomputation) had grad.
     last: ForwardCall | None = None
     had_grad: bool = False
@@ -319,9 +322,6 @@ class Scheduler:
 
         # Units whose forward runs inside backward, for activation checkpointing.
         self._recomputing: list[int] = []
-
-        # Graphs of calls that ended until this time were forgotten by `start_over`.
-        self._since = -1
 
     # --- units ---
 
@@ -515,8 +515,9 @@ class Scheduler:
 
         That moment differs between ranks, so no decision about collectives may depend on it.
         """
-        if call.unit in self._records and call.end > self._since:
-            self._records[call.unit].live_graphs -= 1
+        record = self._records.get(call.unit)
+        if record is not None and call.end > record.since:
+            record.live_graphs -= 1
 
     def before_backward(
         self,
@@ -824,49 +825,34 @@ class Scheduler:
         pending = (call.unit for call in self._pending.values() if self.start_of_outermost(call) in forwards)
         return broken.union(self.running_units(), pending)
 
-    def abort(self, units: Iterable[int]) -> list[Action]:
-        """End a forward or backward that raised: reshard these units unless the user unsharded them; expect no backward."""
-        actions: list[Action] = []
-        broken = set(units)
-        self._forget_step()
-        for call in [call for call in self._pending.values() if call.unit in broken]:
-            self._not_pending(call)
-        for record in [record for record in self._records.values() if record.number in broken]:
-            record.create_graph_phase = -1
-            if record.residency is Residency.GATHERING:
-                actions += [Wait(record.number)]
-                record.residency = Residency.FULL
-            if record.residency is Residency.FULL and not record.unsharded_by_user:
-                actions += self._reshard(record)
-        return actions
+    def reset(self, units: Iterable[int] | None = None) -> None:
+        """End the forward and backward that run: these units are sharded, and no backward of theirs is expected.
 
-    def start_over(self) -> None:
-        """Reset every unit after an interrupt, whatever state it is in."""
-        self._since = self.clock
-        self._forget_step()
-        self._pending.clear()
-        for record in self._records.values():
-            record.clear()
-            record.pending_backwards = record.live_graphs = 0
-
-    def reset_orders(self) -> None:
-        """Forget everything that predicts the next unit, after a step that ended at different places on different ranks."""
-        self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
-        self._outermost_starts.clear()
-        for record in self._records.values():
-            record.last, record.had_grad, record.create_graph_phase = None, False, -1
-
-    def _forget_step(self) -> None:
-        self._has_begun_backward = False
+        Args:
+            units: the units of the models that failed. None for all units: then also forget everything that predicts the next
+                unit, since the step may have ended at different places on different ranks.
+        """
+        broken = set(self._records if units is None else units)
+        self._has_begun_backward, self._latest = False, -1
         self._entered.clear()
         self._passed.clear()
         self._begun.clear()
         self.running.clear()
         self._recomputing.clear()
-        self._latest = -1
         self._prefetched.clear()
         self.forward_order.restart()
         self.backward_order.restart()
+        self._pending = {end: call for end, call in self._pending.items() if call.unit not in broken}
+        for record in self._records.values():
+            if record.number in broken:
+                record.clear()
+                record.pending_backwards = record.live_graphs = 0
+                record.since = self.clock
+            if units is None:
+                record.last, record.had_grad = None, False
+        if units is None:
+            self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
+            self._outermost_starts.clear()
 
 
 __all__ = [

@@ -191,13 +191,13 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_UNIT)
 
 
-# Each public call obtains its units from the functions below, which start over if an interrupt came before.
+# Each public call obtains its units from the functions below, which reset what an interrupt left.
 
 
 def recovered(unit: Unit) -> Unit:
-    """Return `unit`, after its runtime has started over if an interrupt broke off an event or a wait (see recovery.py)."""
+    """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait (see recovery.py)."""
     if unit.runtime.communicator.interrupted:
-        unit.runtime.recovery.start_over()
+        unit.runtime.recovery.recover()
     return unit
 
 

@@ -643,7 +643,10 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         of their handle then raises StateError.
         """
         for unit in units_of(self, True):
-            unit.runtime.recovery.forget_step(unit)
+            recovery = unit.runtime.recovery
+            recovery.recover()
+            recovery.abort_if_left(unit)
+            unit.runtime.reducer.discard(unit)
             for parameter in unit.parameters:
                 parameter.sharded.grad = None
 
