@@ -118,8 +118,8 @@ def host(rank: Rank) -> None:
 _KEPT: list[Any] = []
 
 
-def _command(rank: Rank, cwd: str, arguments: list[str]) -> None:
-    """What `python -m fullshard` does, in a process that knows no tests."""
+def _program(rank: Rank, cwd: str, kind: str, program: str, arguments: list[str]) -> None:
+    """What `python` does with a module, a file or code, in a process that knows no tests."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(rank.folder / name, os.O_WRONLY | os.O_CREAT), number)
     for name, module in list(sys.modules.items()):
@@ -127,8 +127,14 @@ def _command(rank: Rank, cwd: str, arguments: list[str]) -> None:
             del sys.modules[name]
     os.chdir(cwd)
     sys.path[:] = [cwd, *(path for path in sys.path if path not in ROOMS)]
-    sys.argv = ["fullshard", *arguments]
-    runpy.run_module("fullshard", run_name="__main__", alter_sys=True)
+    sys.argv = [program if kind != "code" else "-c", *arguments]
+    if kind == "module":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    elif kind == "file":
+        sys.path[0] = str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
 def _serve() -> dict[str, Any]:
@@ -318,9 +324,18 @@ class Job(list[Outcome]):
 
 def command_line(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m fullshard` with these arguments in a folder, without the seconds in which Python imports torch."""
+    return _ran("module", "fullshard", arguments, cwd)
+
+
+def script(program: str | Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a file, or code as `python -c` does, with these arguments, without the seconds in which Python imports torch."""
+    return _ran("file" if isinstance(program, Path) else "code", str(program), arguments, cwd or Path.cwd())
+
+
+def _ran(kind: str, program: str, arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory(prefix="fullshard-command") as folder:
-        facts = {"cwd": str(cwd), "arguments": list(arguments)}
-        (job,) = run_job(_command, 1, module="exits", folder=Path(folder), ends_fast=True, **facts)
+        facts = {"cwd": str(cwd), "kind": kind, "program": program, "arguments": list(arguments)}
+        (job,) = run_job(_program, 1, module="exits", folder=Path(folder), ends_fast=True, limit=120.0, **facts)
         out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
     assert job.code is not None, f"it did not end\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, job.code, out, err)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import subprocess
 import sys
 import traceback
 import weakref
@@ -21,6 +20,7 @@ import pytest
 import rotation
 import simulated
 import torch
+from exits import script
 from harness import ROOMS, World, ranks
 from models import batch, square
 from torch import Tensor, nn
@@ -453,6 +453,8 @@ def test_calibrate_tells_links_inside_a_machine_from_those_between_machines(worl
 
 
 VERIFY = """
+import sys
+sys.path[:] = {path!r}
 import simulated
 simulated.load()
 import fullshard, torch
@@ -463,8 +465,7 @@ print(fullshard.verify(lambda: torch.nn.Linear(4, 2), torch.ones(3, 4), steps=1)
 
 def test_verify_starts_processes_for_the_cpu_where_there_is_an_accelerator() -> None:
     """They took the accelerator, which forked processes cannot use."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOMS, *sys.path])}
-    done = subprocess.run([sys.executable, "-c", VERIFY], capture_output=True, text=True, timeout=120, env=environment)
+    done = script(VERIFY.format(path=[*ROOMS, *sys.path]))
     assert done.stdout.startswith("same: losses, gradients and weights of 2 parameters over 1 steps on 2 ranks"), done.stderr
 
 

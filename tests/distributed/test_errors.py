@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +10,7 @@ import expecttest
 import numpy as np
 import pytest
 import torch
+from exits import script
 from harness import World, ranks
 from models import Stack, batch, shard_stack, square
 from torch import nn
@@ -346,10 +344,7 @@ def test_a_size_that_does_not_fit_one_unit_changes_none(world: World) -> None:
 
 def test_without_a_process_group_fully_shard_says_how_to_start() -> None:
     """It showed what torch's rendezvous lacks: "environment variable RANK expected, but not set"."""
-    program = "import fullshard, torch; fullshard.fully_shard(torch.nn.Linear(2, 2))"
-    launchers = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
-    environment = {key: value for key, value in os.environ.items() if key not in launchers}
-    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60.0)
+    ended = script("import fullshard, torch; fullshard.fully_shard(torch.nn.Linear(2, 2))")
     assert ended.stderr.splitlines()[-1] == (
         "ValueError: The default process group is not initialized, and the environment does not configure one (RANK, WORLD_SIZE, "
         "MASTER_ADDR, MASTER_PORT are not set). Start the program with `torchrun --nproc-per-node N program.py`, or call "

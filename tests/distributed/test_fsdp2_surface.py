@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import inspect
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from exits import command_line
 from harness import World, ranks
 from models import (
     Stack,
@@ -1136,11 +1136,6 @@ def test_a_script_for_torch_runs_unchanged_from_the_command_line(tmp_path: Path)
         "print(type(model).__mro__[1].__module__, isinstance(model, FSDPModule), model.weight.grad.full_tensor().sum().item())\n"
         "dist.destroy_process_group()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "fullshard", "run", str(script), str(tmp_path / "store")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = command_line("run", str(script), str(tmp_path / "store"), cwd=tmp_path)
     assert done.stdout.split() == ["fullshard.frontend.module", "True", "24.0"], done.stderr
     assert full(torch.ones(1)) == 1 and assert_same_parameters is not None

@@ -791,15 +791,12 @@ def test_a_search_names_the_smallest_change_that_fits_and_what_no_other_beats() 
 
 def test_a_search_grows_the_batch_and_shrinks_the_world_until_it_does_not_fit() -> None:
     gpu = replace(GPUS["h100-sxm"], memory=int((explain(rows=4096).needed) / 0.92) + (64 << 20))
-    larger = fullshard.search(
-        partial(build, DIM), torch.empty(1024, DIM), goal="largest_batch", world=8, loss=torch.sum, gpu=gpu
-    )
+    told: dict[str, Any] = {"world": 8, "loss": torch.sum, "over": {"recompute": ("none", "block")}}
+    larger = fullshard.search(partial(build, DIM), torch.empty(1024, DIM), goal="largest_batch", gpu=gpu, **told)
     assert larger.best is not None and larger.best.changes["rows"] >= 4096
-    fewer = fullshard.search(partial(build, DIM), torch.empty(1024, DIM), goal="fewest_gpus", world=8, loss=torch.sum, gpu=gpu)
+    fewer = fullshard.search(partial(build, DIM), torch.empty(1024, DIM), goal="fewest_gpus", gpu=gpu, **told)
     assert fewer.best is not None and fewer.best.changes["world"] == 1
-    nothing = fullshard.search(
-        partial(build, DIM), torch.empty(64, DIM), world=8, loss=torch.sum, gpu=replace(gpu, memory=1 << 20)
-    )
+    nothing = fullshard.search(partial(build, DIM), torch.empty(64, DIM), gpu=replace(gpu, memory=1 << 20), **told)
     assert nothing.best is None and "simulated settings fits" in str(nothing)
 
 
@@ -813,7 +810,7 @@ def test_a_search_changes_the_rows_that_the_batch_has_and_names_what_cannot_be()
             return self.layer(x) * mask
 
     batch = {"mask": torch.ones(1, DIM), "x": torch.empty(64, DIM)}
-    told = {"world": 16, "loss": torch.sum, "reshard_after_forward": 8}
+    told = {"world": 16, "loss": torch.sum, "reshard_after_forward": 8, "over": {"recompute": ("none", "block")}}
     found = fullshard.search(Masked, batch, goal="largest_batch", **told)
     assert found.best is not None and found.best.changes["rows"] == 64 << 12 and found.best.explanation.traced.rows == 64 << 12
     fewest = fullshard.search(Masked, batch, goal="fewest_gpus", **told)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exits import command_line, script
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.__main__ import main
@@ -447,16 +448,14 @@ def test_the_command_is_one_line_whatever_the_directory_holds_and_the_program_wa
 )
 def test_a_command_that_cannot_begin_says_so_in_one_line(folder: Path, arguments: str, told: str) -> None:
     """`run` printed a traceback, and `calibrate` measured for minutes before it found that it could not write."""
-    command = [sys.executable, "-m", "fullshard", *arguments.split()]
-    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    ran = command_line(*arguments.split(), cwd=folder.parent)
     assert (ran.returncode, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1) and told in ran.stderr, ran.stderr
 
 
 def test_what_a_program_logs_and_warns_of_reaches_stderr(folder: Path) -> None:
     """Handlers keep the stream that they found when the file was imported."""
     code = "from fullshard.__main__ import main; main()"
-    command = [sys.executable, "-c", code, "explain", str(folder / "models.py:logs"), "--world", "4"]
-    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=300)
+    ran = script(code, "explain", str(folder / "models.py:logs"), "--world", "4", cwd=folder.parent)
     lines = ran.stderr.splitlines()
     assert ran.returncode == 0 and lines[0] == "WARNING:mine:of the factory", ran.stderr
     assert lines[1].endswith("UserWarning: mixed"), "warnings come behind the answer"

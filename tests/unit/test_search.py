@@ -179,13 +179,15 @@ def test_a_bound_is_no_more_than_what_a_setting_takes(seed: int) -> None:
 
 def test_a_tolerance_leaves_settings_out_and_says_what_they_may_be_worth() -> None:
     build, batch = partial(Model, 512, 4), torch.empty(64, 1024, 512, device="meta")
-    exact = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.0, seconds=1e9)
-    near = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.05)
+    told: dict[str, Any] = {"goal": "fastest", "world": 8, "loss": torch.sum}
+    told["over"] = {name: VALUES[name] for name in ("recompute", "reshard_after_forward", "mp_policy", "comm_policy")}
+    exact = search(build, batch, tolerance=0.0, seconds=1e9, **told)
+    near = search(build, batch, tolerance=0.05, **told)
     assert exact.best is not None and near.best is not None
     assert near.best.speed >= exact.best.speed / 1.05 and len(near.tried) < len(exact.tried)
     assert near.left > 0 and near.gap <= 0.05 and not near.stopped
     assert f"{near.left:,} more cannot fit, or cannot be more than {near.gap:.1%} faster" in str(near)
-    hurried = search(build, batch, goal="fastest", world=8, loss=torch.sum, tolerance=0.0, seconds=1e-9)
+    hurried = search(build, batch, tolerance=0.0, seconds=1e-9, **told)
     assert hurried.stopped and "out of time" in str(hurried) and hurried.gap >= 0
 
 

@@ -88,6 +88,7 @@ def test_a_search_and_other_questions_go_on_without_a_process_group() -> None:
         tensor_parallel=2,
         parallelize=parallelize,
         goal="fastest",
+        over={"reshard_after_forward": (True, False)},
     )
     assert found.best is not None and found.best.explanation.setting.tensor_parallel == 2
 
