@@ -66,7 +66,7 @@ from fullshard.policies import (
     OffloadPolicy,
     StateSharding,
 )
-from fullshard.state.full_params import full_params, gathered
+from fullshard.state.full_params import full_params
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.lint import lint
 from fullshard.tools.verify import verify
@@ -119,7 +119,6 @@ __all__ = [
     "explain",
     "full_params",
     "fully_shard",
-    "gathered",
     "install",
     "installed",
     "iter_full",

@@ -19,10 +19,10 @@ PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop
 class BackwardHook:
     """Hook on the graph of one call. It runs when the call's backward begins; its deletion means that no backward will come."""
 
-    __slots__ = ("__weakref__", "_call", "_copied_use", "_reached", "_task", "_unit")
+    __slots__ = ("__weakref__", "_call", "_reached", "_task", "_unit")
 
-    def __init__(self, unit: Unit, call: ForwardCall, *, copied_use: bool = False) -> None:
-        self._unit, self._call, self._task, self._reached, self._copied_use = unit, call, -1, False, copied_use
+    def __init__(self, unit: Unit, call: ForwardCall) -> None:
+        self._unit, self._call, self._task, self._reached = unit, call, -1, False
         unit.runtime.scheduler.expect_backward(call)
 
     def __call__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ class BackwardHook:
             return
         self._task = task
         try:
-            self._unit.pre_backward(self._call, copied_use=self._copied_use)
+            self._unit.pre_backward(self._call)
             self._forget()
         except BaseException as failure:
             self._unit.runtime.recovery.note_interrupt(failure)

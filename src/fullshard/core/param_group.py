@@ -99,8 +99,8 @@ class ParamGroup:
         # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
         # the shards are written.
         self._inner_shard: FlatBuffer | None = None
-        # What `gathered` made of this group, as long as a graph leads to it. See `gathered` and `grad`.
-        self.gathered: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Copies of the parameters that a graph computes with (`all_gather_copy`). `handle` of each is the leaf of that graph.
+        self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
         self._shard_copies: list[Work] = []
 

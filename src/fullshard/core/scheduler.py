@@ -90,6 +90,7 @@ class ForwardCall:
     unit: int
     start: int
     end: int
+    copied: bool = False  # it used a copy of the parameters, so that its backward needs none
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,10 +493,10 @@ class Scheduler:
         start = next(call.start for call in self.running if call.unit == unit)
         return ForwardCall(unit, start, self.clock)
 
-    def register_copied_use(self, unit: int) -> ForwardCall:
-        """Return a call for a use of the unit's parameters outside of forward, in a copy of their own."""
+    def call_outside(self, unit: int, *, copied: bool = False) -> ForwardCall:
+        """Return a call for a use of the unit's parameters outside of its forward; `copied`: of a copy of them."""
         self.clock += 2
-        return ForwardCall(unit, self.clock - 1, self.clock)
+        return ForwardCall(unit, self.clock - 1, self.clock, copied)
 
     # --- backward ---
 
@@ -524,7 +525,6 @@ class Scheduler:
         call: ForwardCall,
         *,
         stale: bool = False,
-        copied_use: bool = False,
         again: bool = False,
         collects: bool = True,
     ) -> list[Action]:
@@ -533,14 +533,13 @@ class Scheduler:
         Args:
             call: the forward whose backward begins.
             stale: the shards changed since the unit was unsharded.
-            copied_use: the call is from `register_copied_use`; its backward needs no parameters.
             again: the backward has create_graph=True, so the unit stays unsharded until the next backward ends.
             collects: False if the backward reaches inputs only, so that no parameter of the unit gets a gradient.
         """
         record = self._records[call.unit]
         if not self._has_begun_backward:
             self._begin_backward()
-        if again and not copied_use:
+        if again and not call.copied:
             record.create_graph_phase = self._phase
         actions = self._reduce_done(beyond=call.end)
         if collects:
@@ -551,7 +550,7 @@ class Scheduler:
         self._latest = max(self._latest, call.start)
         self._begun.add(call.end)
         self._not_pending(call)
-        if copied_use:
+        if call.copied:
             return actions
         expected, needed = self._expect_in_backward(call), record.options.in_backward
         return actions + self._unshard_and_prefetch(
@@ -569,7 +568,7 @@ class Scheduler:
             self._begin_backward()
         actions: list[Action] = []
         if record.last is None:
-            record.last, record.had_grad = self.register_copied_use(unit), False
+            record.last, record.had_grad = self.call_outside(unit), False
         elif not record.had_grad:
             actions = self._reduce_done(beyond=record.last.end)
         self._recomputing.append(unit)

@@ -265,12 +265,11 @@ class Unit:
 
     # --- backward ---
 
-    def pre_backward(self, call: ForwardCall, *, copied_use: bool = False) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """Reduce the units whose backward is done, unshard this one again, and prefetch the next.
 
         Args:
             call: the forward whose backward begins.
-            copied_use: the call used a copy of the parameters (`register_copied_use`), and its backward needs none.
         """
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if not scheduler.knows(record.number):
@@ -285,16 +284,16 @@ class Unit:
         if runtime.joined.waiting:
             runtime.joined.backward_reached(call)
             runtime.join_backward(beyond=call.end)
-        stale = not copied_use and self.stale_in_backward(first=first)
-        collects = copied_use or runtime.backward.collects or self._collects()
+        stale = not call.copied and self.stale_in_backward(first=first)
+        collects = call.copied or runtime.backward.collects or self._collects()
         if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
             with torch.no_grad():
-                actions = scheduler.before_backward(call, stale=stale, copied_use=copied_use, again=True, collects=collects)
+                actions = scheduler.before_backward(call, stale=stale, again=True, collects=collects)
                 runtime.run(actions)
-            if not copied_use:
+            if not call.copied:
                 hook_late_grads(self)
         else:
-            runtime.run(scheduler.before_backward(call, stale=stale, copied_use=copied_use, collects=collects))
+            runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
         if record.residency is Residency.FULL:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
                 group.install()

@@ -4,16 +4,19 @@ The engine (core, comm, checks, frontend, state) imports nothing of this package
 `comm`, `state`, `optim` and `frontend`, or attaches at an extension point of the engine: docs/architecture.md lists them.
 
 any_failed.py       any_failed(): skip a failed step on all ranks
+gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
 materialize.py      materialize(): allocate and initialize a model that was built on meta
 """
 
 from fullshard.ext.any_failed import any_failed
+from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
 
 __all__ = [
     "any_failed",
+    "gathered",
     "grad",
     "materialize",
 ]

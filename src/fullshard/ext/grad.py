@@ -65,7 +65,7 @@ def grad(
                 f"grad(): parameter '{logical.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
         _check_no_other_gradients(logical)
-        leaves += [logical.unsharded, *_gathered_uses(logical)]
+        leaves += [logical.unsharded, *_leaves_of_copies(logical)]
     _check_no_use_of_shards([outputs] if isinstance(outputs, Tensor) else outputs, logical_parameters(listed))
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
@@ -113,11 +113,11 @@ def _has_earlier_gradients(unit: Unit) -> bool:
     return kept or unit.runtime.reducer.is_undelivered(unit)
 
 
-def _gathered_uses(parameter: ShardedParameter) -> list[Tensor]:
-    """Return the leaves of the graphs of what `gathered` made of the parameter's group."""
+def _leaves_of_copies(parameter: ShardedParameter) -> list[Tensor]:
+    """Return the leaves of the graphs that compute with copies of the parameter's group."""
     unit = owner_of(parameter)
     groups = () if unit is None else unit.groups
-    return [use.handle for group in groups if parameter in group.parameters for use in group.gathered]
+    return [copy.handle for group in groups if parameter in group.parameters for copy in group.copies]
 
 
 def _check_no_use_of_shards(outputs: Sequence[Tensor], parameters: Sequence[ShardedParameter]) -> None:
