@@ -44,7 +44,6 @@ from fullshard.frontend.module import (
     resident,
     share_comm_ctx,
     stats,
-    undo,
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
@@ -138,7 +137,6 @@ __all__ = [
     "shard_model",
     "share_comm_ctx",
     "stats",
-    "undo",
     "uninstall",
     "verify",
     "whole_view",

@@ -32,7 +32,7 @@ One parameter, one layout, one mesh:
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
 full_tensors.py        full and unsharded tensors of sharded parameters
-shard_values.py        copies into and out of shards: fully_shard(), undo(), parameters that the user assigned, and loading
+shard_values.py        copies into and out of shards: fully_shard(), parameters that the user assigned, and loading
 group_grads.py         GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
 mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
@@ -70,7 +70,7 @@ from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall, abort_groups
 from fullshard.core.copies import agreement_of_all, find_difference
 from fullshard.core.extension import needs_own_group
-from fullshard.core.full_tensors import all_gather_full, full_tensor
+from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.grad_commit import flat_gradient
 from fullshard.core.heartbeat import message_length
 from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
@@ -102,7 +102,7 @@ from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
-from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of
+from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of, set_replacement
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
@@ -121,11 +121,17 @@ from fullshard.core.shard_values import (
     like_shard,
     replace_rows,
     shard_of,
-    unshard_permanently,
     write_unsharded,
 )
 from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, to_local
-from fullshard.core.sharded_tensor import ShardedDTensor, restore_subclass, store_shard, unsharded_like, use_plain_dtensor
+from fullshard.core.sharded_tensor import (
+    LOGICAL,
+    ShardedDTensor,
+    restore_subclass,
+    store_shard,
+    unsharded_like,
+    use_plain_dtensor,
+)
 from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
 from fullshard.core.unit import Unit, owner_of
@@ -134,6 +140,7 @@ from fullshard.core.unit_options import UnitOptions
 
 __all__ = [
     "LARGE_MESSAGE",
+    "LOGICAL",
     "MIN_CHUNK",
     "MIN_MESSAGE",
     "Action",
@@ -190,6 +197,7 @@ __all__ = [
     "added_parameters",
     "agreement_of_all",
     "all_gather_full",
+    "all_gather_unsharded",
     "attach_unit",
     "back_references",
     "cast_floats",
@@ -229,6 +237,7 @@ __all__ = [
     "replacement_of",
     "resolve_mesh",
     "restore_subclass",
+    "set_replacement",
     "shard_of",
     "some_of",
     "staging_limit",
@@ -242,7 +251,6 @@ __all__ = [
     "unit_of",
     "units_below",
     "units_of",
-    "unshard_permanently",
     "unsharded_like",
     "use_plain_dtensor",
     "values_of",

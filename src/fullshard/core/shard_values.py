@@ -1,22 +1,19 @@
-"""Copies into and out of shards: fully_shard(), undo(), parameters that the user assigned, and loading."""
+"""Copies into and out of shards: fully_shard(), parameters that the user assigned, and loading."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core.agreement import Agreement
-from fullshard.core.full_tensors import all_gather_unsharded
 from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_param import ShardedParameter, logical_parameters
-from fullshard.core.sharded_tensor import LOGICAL, as_parameter
+from fullshard.core.sharded_tensor import as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
-from fullshard.errors import StateError, warn_once
+from fullshard.errors import StateError
 
 # --- before and after sharding ---
 
@@ -67,30 +64,6 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
         set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
     set_replacement(original, sharded)
     parameter.put(sharded)
-
-
-def unshard_permanently(parameter: ShardedParameter, agreement: Agreement) -> None:
-    """Register an ordinary, unsharded Parameter in all slots, with gradient, attributes and hooks. Collective."""
-    sharded: Any = parameter.sharded
-    sharding = parameter.sharding
-    whole = all_gather_unsharded(agreement, sharding, sharded)
-    if type(whole) is not type(parameter.local):
-        warn_once(
-            f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' was sharded as a "
-            f"{type(parameter.local).__name__} and is a {type(whole).__name__} from now on, since that is what an all-gather "
-            "of its class returns. Convert the model again."
-        )
-    plain = nn.Parameter(sharding.to_module(whole), requires_grad=sharded.requires_grad)
-    plain.__dict__.update(parameter.user_attributes)
-    _torch.carry_hooks(sharded, plain)
-    if parameter.grad_dtype.explicit:
-        _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
-    if sharded.grad is not None:
-        plain.grad = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded.grad))
-    set_replacement(sharded, plain)
-    sharded.grad = None
-    sharded.__dict__.pop(LOGICAL, None)
-    parameter.put(plain)
 
 
 def clone_shard(parameter: ShardedParameter) -> nn.Parameter:

@@ -7,16 +7,19 @@ any_failed.py       any_failed(): skip a failed step on all ranks
 gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
 materialize.py      materialize(): allocate and initialize a model that was built on meta
+undo.py             undo(): plain modules again
 """
 
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
+from fullshard.ext.undo import undo
 
 __all__ = [
     "any_failed",
     "gathered",
     "grad",
     "materialize",
+    "undo",
 ]

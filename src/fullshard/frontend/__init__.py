@@ -1,7 +1,7 @@
 """The front end: the API of users.
 
 api.py              fully_shard()
-module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats(), undo()
+module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats()
 forward_methods.py  registered forward methods, such as generate
 fsdp2_state.py      views of units with the names of FSDP2's private state
 """

@@ -1,4 +1,4 @@
-"""`FSDPModule`, the mixin of sharded modules; the handles of asynchronous operations; `counting`, `stats` and `undo`."""
+"""`FSDPModule`, the mixin of sharded modules; the handles of asynchronous operations; `counting` and `stats`."""
 
 from __future__ import annotations
 
@@ -966,30 +966,6 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
     _prefetch_numbers(modules)
 
 
-def undo(module: M) -> M:
-    """Undo `fully_shard`: make a plain module with unsharded parameters, in place and on every rank. Collective.
-
-    Parameters keep their gradients, attributes, hooks, ties and `requires_grad`. Optimizers follow them in their next step.
-    Before it, their `zero_grad()` reaches the old parameters only, so clear gradients first. A unit of several modules is
-    undone as a whole, also if some of them are outside of `module`.
-
-    Args:
-        module: a sharded module, or a module that contains sharded modules.
-
-    Returns:
-        `module`, with the class it had before `fully_shard`.
-
-    Raises:
-        StateError: inside a forward, backward or resident(), or while gradients are accumulated on each rank only. Nothing has
-            changed then.
-
-    Example:
-        >>> torch.save(undo(model).state_dict(), "weights.pt")                                # doctest: +SKIP
-    """
-    class_swap.undo(module, plain_class)
-    return module
-
-
 # --- inspecting -----------------------------------------------------------------------------------------------------------
 
 
@@ -1058,6 +1034,5 @@ __all__ = [
     "sharded_class",
     "share_comm_ctx",
     "stats",
-    "undo",
     "unit_summary",
 ]

@@ -1,4 +1,4 @@
-"""Install units on modules and remove them; snapshots of a sharded model, for copies and pickles; `undo`."""
+"""Install units on modules; snapshots of a sharded model, for copies and pickles."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ from fullshard.core import (
     detach_unit,
     install_hooks,
     make_unit,
-    remove_hooks,
     remove_hooks_from_copies,
     unit_of,
-    units_of,
-    unshard_permanently,
 )
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
@@ -53,16 +50,6 @@ def install_unit(unit: Unit, wrap_class: ClassMap, view_of: ViewMap, managed: It
     for root in unit.modules:
         _torch.attach_state(root, view)
         root.__class__ = wrap_class(type(root))
-
-
-def remove_unit(unit: Unit, unwrap_class: ClassMap) -> None:
-    """Remove a unit from its modules (the inverse of `install_unit`). The parameters do not change."""
-    for module in unit.modules:
-        module.__class__ = unwrap_class(type(module))
-        _torch.detach_state(module)
-        detach_unit(module)
-    remove_hooks(unit)
-    unit.runtime.unregister(unit)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -197,37 +184,3 @@ def with_original_classes(units: Iterable[Unit], unwrap_class: ClassMap) -> Iter
     finally:
         for module, cls in classes:
             module.__class__ = cls
-
-
-# --- undo ----------------------------------------------------------------------------------------------------------------
-
-
-def undo(root: nn.Module, unwrap_class: ClassMap) -> None:
-    """Remove all units at and below `root`, in place, and leave plain modules with unsharded parameters. Collective.
-
-    Raises StateError inside a forward, backward or resident(), or while gradients are accumulated on each rank only. Nothing
-    has changed then.
-    """
-    units = units_of(root, True)
-    for unit in units:
-        unit.check_idle(doing="undo()")
-        unit.check_delivered(doing="undo()")
-        if unit.record.resident_blocks:
-            raise StateError(f"undo() was called inside resident() of unit '{unit.name}'. Call it after the block.")
-        if any(parameter.local_grad is not None for parameter in unit.parameters):
-            raise StateError(
-                f"undo() was called while gradients of unit '{unit.name}' are accumulated on each rank only. Run the last "
-                "backward of the step first, or call zero_grad()."
-            )
-    # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
-    for unit in units[:1]:
-        unit.barrier(doing="undo()")
-    for unit in units:
-        agreement = unit.agreement("undo()")
-        unit.reshard(doing="undo()")
-        unit.refresh()
-        with torch.inference_mode(False):  # or the parameters could not be trained
-            for parameter in unit.parameters:
-                unshard_permanently(parameter, agreement)
-    for unit in units:
-        remove_unit(unit, unwrap_class)
