@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import CheckPolicy, StateError
 from fullshard.comm import streams
-from fullshard.core import grad_commit
+from fullshard.core import reduction
 from fullshard.core.backward import BackwardHook
 from fullshard.core.hooks import ForwardHooks
 from fullshard.core.late_grads import LateGradHook
@@ -36,7 +36,7 @@ EVENTS = {
     event.__code__
     for event in (ForwardHooks.before, ForwardHooks.after, BackwardHook.__call__, LateGradHook.__call__, Runtime.end_backward)
 }
-COMMIT = {grad_commit.commit_all.__code__}
+COMMIT = {reduction.commit_all.__code__}
 SWALLOWED = {"__del__", "mark_raised", "_on_deleted"}  # Python calls these for objects that go, and prints what they raise
 
 

@@ -39,9 +39,9 @@ def messages_as_they_are_sent(reduction: Any, work: Any, sent: Any = Reduction.n
     reduction._inputs = []
 
 
-def pages_as_they_are_sent(heartbeats: Any, sent: Any, release_buffers: Any = Heartbeats.release_buffers) -> None:
-    release_buffers(heartbeats, sent)
-    heartbeats._free_buffers += [beat.buffer for beat, _ in sent if beat.buffer not in heartbeats._free_buffers]
+def pages_as_they_are_sent(heartbeats: Any, sent: Any, release: Any = Heartbeats.release) -> None:
+    release(heartbeats, sent)
+    heartbeats._free += [beat for beat, _ in sent if beat not in heartbeats._free]
 
 
 def lane(order: str) -> Callable[..., Any]:
@@ -117,10 +117,6 @@ def as_they_are_sent(action: str) -> Any:
     return wait
 
 
-def dropped(heartbeats: Any) -> None:
-    heartbeats._unread.clear()
-
-
 def on_stream(stream: Any, fn: Any, *args: Any) -> None:
     stream.wait_stream(_torch.current_stream(stream.device))
     with stream:
@@ -131,7 +127,7 @@ def on_stream(stream: Any, fn: Any, *args: Any) -> None:
 FAULTS: dict[str, tuple[Patch, ...]] = {
     "staging of a gather is freed before the wait": ((Runtime, "_wait", staging_before_the_wait),),
     "messages of a reduction are freed as they are sent": ((Reduction, "note_started", messages_as_they_are_sent),),
-    "pages of heartbeats are used again as they are sent": ((Heartbeats, "release_buffers", pages_as_they_are_sent),),
+    "pages of heartbeats are used again as they are sent": ((Heartbeats, "release", pages_as_they_are_sent),),
     "a lane starts before it waits": ((DeviceStream, "run", lane("start before the wait")),),
     "a lane finishes before the collective": (
         (DeviceStream, "run", lane("finish before the works")),
@@ -159,7 +155,6 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
 BEHIND_EXCEPTIONS: dict[str, tuple[Patch, ...]] = {
     "a lane that raises leaves the compute lane before it": ((DeviceStream, "run", lane("as it should be")),),
     "memory in flight is dropped without a wait": ((InFlight, "drain_quietly", memory_without_a_wait),),
-    "heartbeats are dropped without a wait": ((Heartbeats, "clear", dropped),),
     "a hook that raises leaves its stream": ((_torch, "on_stream", on_stream),),
 }
 

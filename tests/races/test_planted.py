@@ -36,7 +36,6 @@ COVERED = {
         "core/reducer.py _send_heartbeats (wait)",
         "wait_event",
     ): "what it waits for is waited for again; the device shows it, where a new page of heartbeats takes the memory",
-    ("core/heartbeat.py clear (wait)", "wait_event"): "found behind exceptions",
 }
 
 

@@ -18,9 +18,9 @@ runtime.py             Runtime: runs the scheduler's actions, ends a backward; o
 scheduler.py           Scheduler: what to unshard, reshard and reduce, and when; pure
 param_group.py         ParamGroup: flat shard and unsharded buffer of parameters that are communicated together
 unsharded_buffer.py    FlatBuffer: the unsharded buffer (all-gather output); AllGather: copy-in, collective, copy-out
-reduction.py           Reduction: reduce-scatter, all-reduce and cast of the gradients of one group
+packing.py             ReductionPlan: layout of a group's gradients in collectives, and the copies into them
+reduction.py           Reduction: reduce-scatter, all-reduce, cast and commit of the gradients of one group
 reducer.py             GradientReducer: reductions in flight, and when their gradients become .grad
-grad_commit.py         GradCommit: sets `.grad` of all parameters or none
 heartbeat.py           the all-reduce at the end of a synchronized backward
 communicator.py        streams, process groups, and the log of collectives
 collectives_pool.py    the collectives of process groups, one object per group and role
@@ -33,7 +33,7 @@ sharded_param.py       ShardedParameter: the sharded and the unsharded parameter
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
 full_tensors.py        full and unsharded tensors of sharded parameters
 shard_values.py        copies into and out of shards: fully_shard(), parameters that the user assigned, and loading
-group_grads.py         GroupGradients: gradients kept between backwards; ReductionPlan: layout of the gradients in collectives
+group_grads.py         GroupGradients: gradients kept between backwards
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
 mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
 param_sharding.py      ParamSharding: dim, shapes, mesh and placements of one parameter (tensor parallelism, hybrid meshes)
@@ -71,7 +71,6 @@ from fullshard.core.communicator import CollectiveCall, abort_groups
 from fullshard.core.copies import agreement_of_all, find_difference
 from fullshard.core.extension import needs_own_group
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
-from fullshard.core.grad_commit import flat_gradient
 from fullshard.core.heartbeat import message_length
 from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
 from fullshard.core.layout import (
@@ -102,6 +101,7 @@ from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
+from fullshard.core.reduction import flat_gradient
 from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of, set_replacement
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (

@@ -1,86 +1,17 @@
-"""Gradients of a group before they become `.grad`: their layout in reductions, and gradients kept between backwards."""
+"""Gradients of a group that are kept between backwards, and what ranks compare of `.grad`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fullshard import _torch
-from fullshard.core.layout import GroupLayout, Segment, Slice
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.policies import Dtypes
 
 if TYPE_CHECKING:
     from fullshard.core.reduction import Reduction
-
-
-@dataclass(frozen=True, eq=False)
-class ReductionPlan:
-    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient.
-
-    It is fixed when the group is created.
-
-    packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
-    direct   p3, p4                        one input each: the tensor that autograd computed
-    slices   p5, p6                        cast or uneven, if collectives run in order: slice by slice through one buffer
-    """
-
-    layout: GroupLayout
-    numel: int  # elements per rank of the packed input
-    packed: list[Segment]  # segments of the packed input
-    direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
-    slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
-    blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
-    computed: torch.dtype  # dtype of the zeros to send if this rank has no gradient of the group
-    zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
-    # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:
-    # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
-    views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
-    keys: list[str]  # attribute of each parameter's gradient that stores this mark
-    dtype: torch.dtype  # dtype of `.grad`
-
-    @classmethod
-    def of(
-        cls,
-        layout: GroupLayout,
-        shapes: Sequence[tuple[int, ...]],
-        *,
-        dtypes: Dtypes,
-        in_order: bool,
-        device: torch.device,
-        shard_layout: GroupLayout | None = None,
-    ) -> ReductionPlan:
-        """Return the plan.
-
-        Args:
-            layout: layout of the group.
-            shapes: shape of each parameter's shard.
-            dtypes: dtypes of the group.
-            in_order: whether collectives run in order on a stream, so that gradients may be reduced in slices.
-            device: device of the gradients.
-            shard_layout: layout of the flat gradient; None for `layout`.
-        """
-        found = layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
-        segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
-        gaps = {segment.size for segment in segments if segment.parameter < 0}
-        places = (layout if shard_layout is None else shard_layout).offsets
-        return cls(
-            layout=layout,
-            numel=0 if found.packed is None else found.packed.size,
-            packed=segments,
-            direct=found.direct,
-            slices=found.slices,
-            blocks=frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter)),
-            computed=dtypes.compute,
-            zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
-            views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
-            keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
-            dtype=dtypes.reduced,
-        )
 
 
 class GroupGradients:

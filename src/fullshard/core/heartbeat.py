@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -30,51 +29,8 @@ def message_length(parameters: int) -> int:
     return -(-(2 * DIGEST + parameters) // _LENGTH_STEP) * _LENGTH_STEP
 
 
-class HeartbeatBuffer:
-    """Reusable memory of one heartbeat: allocating it costs more than filling it.
-
-    On the CPU there is one piece of memory, the bytes, and all tensors are views of it. On an accelerator the bytes are copied
-    to the device through pinned memory, and the result is copied back to pinned memory, so that no copy blocks the host.
-
-    Attributes:
-        bytes: the bytes that this rank sends, (length,); on the CPU also the result.
-        message: the tensor of the all-reduce, (length,) of uint8 on the device.
-        received: the maximum over all ranks, (length,) of uint8 on the CPU.
-    """
-
-    __slots__ = ("_async_device", "_pinned", "_written", "bytes", "message", "received")
-
-    def __init__(self, length: int, async_device: torch.device | None) -> None:
-        self._async_device, self.bytes = async_device, bytearray(length)
-        self._written = self._pinned = self.message = self.received = torch.frombuffer(self.bytes, dtype=torch.uint8)
-        if async_device is not None:
-            self._pinned = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self.message = torch.empty(length, dtype=torch.uint8, device=async_device)
-            self.received = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def write(self, body: bytes) -> None:
-        """Fill the buffer with `body`, and with zeros after it."""
-        self.bytes[:] = body.ljust(len(self.bytes), b"\0")
-        if self._async_device is not None:
-            self._pinned.copy_(self._written)
-
-    def to_device(self) -> None:
-        """Copy the bytes to the device, on the current stream."""
-        if self._async_device is not None:
-            self.message.copy_(self._pinned, non_blocking=True)
-
-    def to_host(self) -> None:
-        """Copy the result to the host, on the current stream."""
-        if self._async_device is not None:
-            self.received.copy_(self.message, non_blocking=True)
-
-    def read(self, start: int, end: int) -> bytes:
-        """Return bytes of the result. The host must have waited for the heartbeat."""
-        return bytes(self.bytes[start:end] if self._async_device is None else self.received[start:end].tolist())
-
-
 class Heartbeat:
-    """Bytes that are all-reduced to their maximum over all ranks.
+    """Bytes that are all-reduced to their maximum over all ranks, in memory that is used again, which costs less than new one.
 
         0..7    hash of the log
         8..15   255 minus each of these bytes
@@ -86,55 +42,69 @@ class Heartbeat:
     It is read when that costs nothing: at once on the CPU, in a later step on an accelerator. Only a rank that left a parameter
     without `.grad` unused needs the flags at once: None is right if no rank used it, and only the host can leave it at None.
 
+    On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
+    memory, and the result is copied back to pinned memory, so that no copy blocks the host.
+
     Attributes:
+        length: number of bytes.
         log: the log that it compares.
         reductions: the reductions that it ends; empty once their gradients are set.
-        buffer: its memory.
     """
 
-    def __init__(
-        self,
-        log: CollectiveLog,
-        reductions: Sequence[Reduction],
-        async_device: torch.device | None,
-        buffer: HeartbeatBuffer | None = None,
-    ) -> None:
-        """Write the bytes.
+    __slots__ = (
+        "_async_device",
+        "_bytes",
+        "_head",
+        "_message",
+        "_pinned",
+        "_received",
+        "_written",
+        "length",
+        "log",
+        "reductions",
+    )
 
-        Args:
-            log: the log to compare.
-            reductions: the reductions that the heartbeat ends.
-            async_device: the device if it runs asynchronously, else None.
-            buffer: a free buffer; one is allocated if it is None or has another length.
-        """
-        self.log, self.reductions = log, list(reductions)
+    log: CollectiveLog
+    reductions: list[Reduction]
+
+    def __init__(self, length: int, async_device: torch.device | None) -> None:
+        """Allocate the memory. `async_device`: the device if it runs asynchronously, else None."""
+        self.length, self._async_device, self._bytes = length, async_device, bytearray(length)
+        self._written = self._pinned = self._message = self._received = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        if async_device is not None:
+            self._pinned = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._message = torch.empty(length, dtype=torch.uint8, device=async_device)
+            self._received = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def write(self, log: CollectiveLog, reductions: list[Reduction]) -> None:
+        """Write the hash of the log, and the flags of the reductions."""
+        self.log, self.reductions = log, reductions
         digest = log.hash
         self._head = digest.to_bytes(DIGEST, "little", signed=True) + (~digest).to_bytes(DIGEST, "little", signed=True)
         flags = bytes(chain.from_iterable([reduction.used for reduction in reductions]))
-        body = self._head + flags
-        length = message_length(len(flags))
-        if buffer is None or len(buffer.bytes) != length:
-            buffer = HeartbeatBuffer(length, async_device)
-        buffer.write(body)
-        self.buffer = buffer
+        self._bytes[:] = (self._head + flags).ljust(self.length, b"\0")
+        if self._async_device is not None:
+            self._pinned.copy_(self._written)
 
     def start(self) -> StartedWork:
         """Start the all-reduce over the shards."""
-        self.buffer.to_device()
-        return self.reductions[0].group.collectives.reduce.all_reduce_max(self.buffer.message)
+        if self._async_device is not None:
+            self._message.copy_(self._pinned, non_blocking=True)
+        return self.reductions[0].group.collectives.reduce.all_reduce_max(self._message)
 
     def start_over_replicas(self) -> StartedWork:
         """Start the all-reduce over the replicas, after the one over the shards."""
         replicas = self.reductions[0].group.collectives.replicate
-        return StartedWork() if replicas is None else replicas.all_reduce_max(self.buffer.message)
+        return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
 
     def finish(self) -> None:
         """Copy the result to the host, on the stream of the last all-reduce."""
-        self.buffer.to_host()
+        if self._async_device is not None:
+            self._received.copy_(self._message, non_blocking=True)
 
-    def release_reductions(self) -> None:
-        """Drop the reductions, whose gradients are set, so that their memory is not kept until the heartbeat is read."""
-        self.reductions = []
+    def _read(self, start: int, end: int) -> bytes:
+        """Return bytes of the result. The host must have waited for the heartbeat."""
+        return bytes(self._bytes[start:end] if self._async_device is None else self._received[start:end].tolist())
 
     @property
     def must_be_read(self) -> bool:
@@ -143,11 +113,11 @@ class Heartbeat:
 
     def is_desynced(self) -> bool:
         """Return True if the logs of the ranks differ. The host must have waited for the heartbeat."""
-        return self.buffer.read(0, len(self._head)) != self._head
+        return self._read(0, 2 * DIGEST) != self._head
 
     def used_anywhere(self) -> list[list[bool]]:
         """Return for each reduction whether any rank used each parameter. The host must have waited for the heartbeat."""
-        flags = iter(self.buffer.read(2 * DIGEST, len(self.buffer.bytes)))
+        flags = iter(self._read(2 * DIGEST, self.length))
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
 
@@ -164,7 +134,7 @@ class Heartbeats:
         self._communicator = communicator
         self._unread: deque[Sent] = deque()  # oldest first
         self._fingerprints: dict[CollectiveLog, GroupFingerprints] = {}  # of heartbeats, which belong to no unit
-        self._free_buffers: list[HeartbeatBuffer] = []
+        self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[Sent]:
         """Send one heartbeat per log.
@@ -185,8 +155,13 @@ class Heartbeats:
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
             fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NO_UNIT, "")
-        buffer = self._take_buffer(sum([len(reduction.used) for reduction in reductions]))
-        beat = Heartbeat(log, reductions, communicator.async_device, buffer)
+        length = message_length(sum([len(reduction.used) for reduction in reductions]))
+        beat = next((beat for beat in reversed(self._free) if beat.length == length), None)
+        if beat is None:
+            beat = Heartbeat(length, communicator.async_device)
+        else:
+            self._free.remove(beat)
+        beat.write(log, reductions)
         over_replicas = reductions[0].group.collectives.replicate is not None
         finish = nothing if over_replicas else beat.finish
         work = communicator.send(communicator.reduce_scatter_stream, fingerprints, "heartbeat", beat.start, finish)
@@ -194,14 +169,6 @@ class Heartbeats:
             stream, start = communicator.all_reduce_stream, beat.start_over_replicas
             work = communicator.send(stream, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
         return beat, work
-
-    def _take_buffer(self, parameters: int) -> HeartbeatBuffer | None:
-        """Take the free buffer of the right length that was used last; None if there is none."""
-        length = message_length(parameters)
-        for at in range(len(self._free_buffers) - 1, -1, -1):
-            if len(self._free_buffers[at].bytes) == length:
-                return self._free_buffers.pop(at)
-        return None
 
     def read_now(self, sent: Sequence[Sent]) -> None:
         """Wait for these heartbeats and all earlier ones, and read them. Raises StateError if the ranks diverged."""
@@ -219,29 +186,27 @@ class Heartbeats:
     def read(self, *, keep: int | None = None) -> None:
         """Read the heartbeats that have completed. With `keep`, wait for all but the last `keep` and read those.
 
-        The last `keep` stay unread even if they have completed: their buffers belong to the backward that sent them until its
-        gradients are set.
+        The last `keep` stay unread even if they have completed: they belong to the backward that sent them until its gradients
+        are set.
         """
         unread = self._unread
         while len(unread) > (keep or 0) and (keep is not None or unread[0][1].done()):
             beat, work = unread.popleft()
             work.block()
             self._check(beat)
-            self._free_buffers.append(beat.buffer)
+            self._free.append(beat)
 
-    def release_buffers(self, sent: Sequence[Sent]) -> None:
-        """Drop the reductions of these heartbeats, whose gradients are set, and free the buffers of those that are read."""
+    def release(self, sent: Sequence[Sent]) -> None:
+        """Drop the reductions of these heartbeats, whose gradients are set, and use those that are read again."""
         unread = {id(beat) for beat, _ in self._unread}
         for beat, _ in sent:
-            beat.release_reductions()
+            beat.reductions = []  # their memory must not be kept until the heartbeat is read
             if id(beat) not in unread:
-                self._free_buffers.append(beat.buffer)
+                self._free.append(beat)
 
     def clear(self) -> None:
-        """Drop all heartbeats unread, after the compute stream is ordered behind them, since their memory is freed."""
-        while self._unread:
-            with suppress(Exception):
-                self._unread.popleft()[1].wait()
+        """Drop all heartbeats unread, and their memory: the compute stream must be ordered behind them."""
+        self._unread.clear()
 
     def _check(self, beat: Heartbeat) -> None:
         if beat.is_desynced():
@@ -251,4 +216,4 @@ class Heartbeats:
             raise StateError(beat.log.desync_error)
 
 
-__all__ = ["Heartbeat", "HeartbeatBuffer", "Heartbeats", "Sent", "message_length"]
+__all__ = ["Heartbeat", "Heartbeats", "Sent", "message_length"]

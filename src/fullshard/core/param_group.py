@@ -15,8 +15,9 @@ from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
 from fullshard.comm.streams import Lane, Work, nothing
 from fullshard.core.extension import ExtensionBuffer, needs_own_group, own_shard
-from fullshard.core.group_grads import GroupGradients, ReductionPlan
+from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
+from fullshard.core.packing import ReductionPlan
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.subclasses import take_attributes, version_of_memory
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fullshard.comm.streams import InFlight, Work
 from fullshard.core.communicator import Communicator
-from fullshard.core.grad_commit import GradCommit, commit_all
 from fullshard.core.heartbeat import Heartbeats, Sent
 from fullshard.core.param_group import ParamGroup
-from fullshard.core.reduction import Reduction
+from fullshard.core.reduction import Reduction, commit_all
 from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 
@@ -30,7 +29,7 @@ class GradientReducer:
 
     Attributes:
         merged: True if reductions in flight contain gradients that earlier backwards kept.
-        decided: the commits that set `.grad`, while they are certain to run, even after an interrupt; None before and after.
+        decided: the reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -48,7 +47,7 @@ class GradientReducer:
         self._hooked: deque[Reduction] = deque()
         self._replicates = False  # True once an all-reduce over replicas was started
         self.merged = False
-        self.decided: list[GradCommit] | None = None
+        self.decided: list[Reduction] | None = None
 
     def __len__(self) -> int:
         """Return the number of collectives in flight."""
@@ -240,9 +239,8 @@ class GradientReducer:
     def _commit_early(self, reduction: Reduction) -> None:
         """Set the gradients of a reduction and run their hooks, before the end of the backward."""
         reduction.wait_for_gradient(collectives_on_host=self._communicator.async_device is None)
-        commit = reduction.prepare_commit()
-        assert commit is not None
-        commit_all([commit])
+        reduction.prepare_commit()
+        commit_all([reduction])
 
     def _commit_unfinished_steps(self) -> None:
         """Commit early the reductions with hooks whose step goes on after this backward.
@@ -339,18 +337,17 @@ class GradientReducer:
             if beat.must_be_read:
                 work.block()
                 used |= zip(map(id, beat.reductions), beat.used_anywhere())
-        commits: list[GradCommit] = []
+        decided: list[Reduction] = []
         on_host = self._communicator.async_device is None
         for reduction in reductions:
             reduction.wait_for_gradient(collectives_on_host=on_host)
             anywhere = used.get(id(reduction), [True] * len(reduction.used))
             if anywhere[0] or reduction.used[0]:
                 reduction.group.grads.note_committed()
-            commit = reduction.prepare_commit(anywhere)
-            if commit is not None:
-                commits.append(commit)
-        self._heartbeats.release_buffers(sent)
-        self.decided, self.merged = commits, False
+            if reduction.prepare_commit(anywhere):
+                decided.append(reduction)
+        self._heartbeats.release(sent)
+        self.decided, self.merged = decided, False
 
     # --- the end of a backward that the user ends (`finalize_backward`) ---
 

@@ -1,8 +1,9 @@
-"""Reduction of the gradients of one group: copy-in, reduce-scatter over shards, reduction over replicas, gradient dtype."""
+"""Reduction of the gradients of one group: copy-in, reduce-scatter, reduction over replicas, cast, and commit to `.grad`."""
 
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,11 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import Allocate, Collectives, StartedWork
+from fullshard.comm.base import Collectives, StartedWork
 from fullshard.comm.streams import Work
-from fullshard.core.grad_commit import GradCommit
-from fullshard.core.group_grads import ReductionPlan
-from fullshard.core.layout import ParamOffsets, Slice
+from fullshard.core.packing import copy_slice, pack
 from fullshard.core.param_group import ParamGroup
-from fullshard.core.unsharded_buffer import dim_permutation
+from fullshard.core.sharded_param import ShardedParameter
 from fullshard.errors import InternalError
 
 ReduceHook = Callable[[Tensor], None]
@@ -156,6 +155,9 @@ class Reduction:
         self.used: list[bool] = []
         # For each parameter, whether `prepare_commit` has returned its gradient; None before the first commit.
         self._committed: list[bool] | None = None
+        # If a parameter has hooks or gets no gradient: the gradients to commit, as the hooks returned them, None for a
+        # parameter without one. They get no mark. None instead of a list otherwise.
+        self._gradients: list[Any] | None = None
         # The last work of this reduction: the all-reduce over replicas, else the reduce-scatter.
         self._work: Work | None = None
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
@@ -171,7 +173,7 @@ class Reduction:
         # The reduce-scatter output, (layout.shard_numel,).
         self._reduced_shard = message((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         # (reduce-scatter input, output) pairs of the packed and direct gradients; `_start_slices` makes those of slices.
-        self._inputs = _pack(
+        self._inputs = pack(
             group.reduction,
             grads,
             self._reduced_shard,
@@ -234,7 +236,7 @@ class Reduction:
             for part in parts:
                 place = group.layout.offsets[part.parameter]
                 full = buffer[at : at + ranks * part.size]
-                _copy_slice(self._flat_grads[part.parameter], place.size, part, full.view(ranks, part.size))
+                copy_slice(self._flat_grads[part.parameter], place.size, part, full.view(ranks, part.size))
                 if self.factors.first != 1.0:
                     full.mul_(self.factors.first)
                 messages = [*messages, (full, self._reduced_shard[place.offset + part.start :][: part.size])]
@@ -274,7 +276,7 @@ class Reduction:
             self._reduced_shard[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places
         ]
         # kept until the end of the collective
-        self._scattered = _pack(self.group.scatter, parts, self._sum, torch.empty, factor=1.0, in_place=False)
+        self._scattered = pack(self.group.scatter, parts, self._sum, torch.empty, factor=1.0, in_place=False)
         inputs, outputs = zip(*self._scattered)
         return self.factors.replicas.reduce_scatter(outputs, inputs, 1.0)
 
@@ -332,8 +334,8 @@ class Reduction:
 
     # --- commit ---
 
-    def prepare_commit(self, used_somewhere: Sequence[bool] | None = None) -> GradCommit | None:
-        """Run the hooks on gradients that were not committed before, and return their commit; None if all were committed.
+    def prepare_commit(self, used_somewhere: Sequence[bool] | None = None) -> bool:
+        """Run the hooks (`register_hook`) on gradients that were not committed before. Return False if all were committed.
 
         Args:
             used_somewhere: for each parameter, whether any rank used it; None if this is unknown. Parameters that only other
@@ -345,10 +347,58 @@ class Reduction:
             due = [here or (there and p.requires_grad) for here, there, p in zip(due, used_somewhere, parameters)]
         wanted = due if given is None else [now and not then for now, then in zip(due, given)]
         if given is not None and not any(wanted):
-            return None
+            return False
         self._move(Stage.COMMITTED)
-        self._committed = due
-        return GradCommit(self.group, self._flat, wanted, has_hooks=self.has_hooks)
+        self._committed, self._gradients = due, None
+        if self.has_hooks or not all(wanted):
+            parts = zip(self.group.parameters, self.group.reduction.views, wanted)
+            self._gradients = [_hooked(p, self._flat.as_strided(*view)) if is_due else None for p, view, is_due in parts]
+        return True
+
+    def commit(self) -> None:
+        """Set `.grad` of the parameters to parts of the flat gradient, or add to the existing gradients.
+
+        Parts get a mark, (layout, flat gradient), as an attribute: gradients of a group that share one are parts of one flat
+        gradient (`flat_gradient`). The name of the attribute differs from parameter to parameter, so a gradient that the
+        caller moved to another parameter has no mark there.
+        """
+        group, flat = self.group, self._flat
+        if self._gradients is not None:
+            for parameter, gradient in zip(group.parameters, self._gradients):
+                grad = parameter.sharded.grad
+                if grad is not None and gradient is not None:
+                    _add(grad, gradient)
+                elif gradient is not None:
+                    parameter.sharded.grad = gradient
+            return
+        total = flat_gradient(group)
+        if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
+            total.add_(flat)
+            return
+        plan, same_dtype = group.reduction, flat.dtype == group.dtypes.storage
+        new: list[Any] = []  # arguments of set_gradients, for parameters without a gradient
+        for parameter, key, view in zip(group.parameters, plan.keys, plan.views):
+            sharded, local = parameter.sharded, flat.as_strided(*view)
+            if sharded.grad is not None:
+                _add(sharded.grad, parameter.dtensor_like_shard(local))
+            elif same_dtype:
+                new.append((sharded, parameter.local, local, parameter.spec, key))
+            else:
+                new.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
+        _torch.set_gradients(new, (plan.views, flat))
+
+    def discard_gradients(self) -> str:
+        """Set `.grad` of all parameters of the group to None, and return the name of their unit."""
+        for parameter in self.group.parameters:
+            parameter.sharded.grad = None
+        return self.group.parameters[0].unit_name.name
+
+    def run_post_grad_hooks(self) -> None:
+        """Call the post-accumulate-grad hooks of the parameters that got a gradient."""
+        for parameter, gradient in zip(self.group.parameters, self._gradients or ()):
+            if gradient is not None:
+                for hook in _torch.parameter_hooks(parameter.sharded)[1]:
+                    hook(parameter.sharded)
 
     @property
     def asks_others(self) -> bool:
@@ -374,120 +424,57 @@ def _complete(started: StartedWork) -> None:
         started.then()
 
 
-def _copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
-    """Copy and cast the same slice of all ranks' chunks of a gradient to `out`. Padding and a missing gradient become zeros.
+def _add(total: Tensor, more: Tensor) -> None:
+    """Add `more` to `total` in place."""
+    total, more = _torch.local_pair(total, more)
+    total.add_(more)
 
-    Args:
-        flat: the flattened gradient, or None.
-        size: elements of a chunk.
-        part: the slice of each chunk.
-        out: (ranks, part.size).
+
+def flat_gradient(group: ParamGroup) -> Tensor | None:
+    """Return the flat gradient, (shard_numel,), if `.grad` of every parameter is a part of it; else None.
+
+    Padding between the parameters is zero.
     """
-    if flat is None:
-        out.zero_()
-        return
-    whole = flat.numel() // size  # ranks whose chunk has no padding
-    if whole:
-        out[:whole].copy_(flat[: whole * size].view(whole, size)[:, part.start : part.start + part.size])
-    if whole < len(out):
-        out[whole:].zero_()
-        rest = flat[whole * size + part.start : (whole + 1) * size][: part.size]
-        out[whole, : rest.numel()].copy_(rest)
+    common: Any = None
+    for parameter, key in zip(group.parameters, group.reduction.keys):
+        grad = parameter.sharded.grad
+        mark = None if grad is None else grad.__dict__.get(key)
+        if mark is None or (common is not None and mark is not common):
+            return None
+        common = mark
+    return common[1] if common is not None and common[0] is group.reduction.views else None
 
 
-def _packed_dtype(plan: ReductionPlan, grads: Sequence[Tensor | None]) -> torch.dtype | None:
-    """Return the dtype of the packed gradients, or None if they have several dtypes."""
-    packed = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
-    found = {grad.dtype for grad in packed if grad is not None}
-    if len(found) > 1:
-        return None
-    return found.pop() if found else plan.computed
+def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
+    """Return the reduced gradient `local`, (sharding.shard_shape), after the hooks on the sharded parameter."""
+    gradient: Any = parameter.dtensor_like_shard(local)
+    hook: Callable[..., Any]
+    for hook in _torch.parameter_hooks(parameter.sharded)[0]:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
-def _pack_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
-    column = 0
-    for segment in plan.packed:
-        out = message[:, column : column + segment.size]
-        column += segment.size
-        grad = grads[segment.parameter] if segment.parameter >= 0 else None
-        if grad is None:  # of this rank, or a gap
-            out.zero_()
-        else:
-            _copy_blocks(grad, plan.layout.offsets[segment.parameter], out)
+def commit_all(reductions: Sequence[Reduction]) -> None:
+    """Set the gradients of all these reductions or of none, then run the post-accumulate-grad hooks.
 
-
-def _copy_blocks(grad: Tensor, place: ParamOffsets, out: Tensor) -> None:
-    """Copy and cast a gradient to its packed input `out`, (ranks, place.size), with zeros as padding."""
-    if place.dim == 0:
-        _copy_slice(grad.contiguous().view(-1), place.size, Slice(-1, 0, place.size), out)
-    else:
-        out.zero_()
-        grad_parts, block_parts = dim_permutation(grad, out, place)
-        if block_parts:  # none in the second of two hops, on a rank without rows
-            torch._foreach_copy_(block_parts, grad_parts)
-
-
-def _pack(
-    plan: ReductionPlan,
-    grads: Sequence[Tensor | None],
-    total: Tensor,
-    memory: Allocate,
-    *,
-    factor: float,
-    in_place: bool,
-) -> list[tuple[Tensor, Tensor]]:
-    """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
-
-    Args:
-        plan: layout of the inputs.
-        grads: unsharded gradient of each parameter, or None.
-        total: the reduce-scatter output, (shard_numel,).
-        memory: allocates the packed input.
-        factor: scales the inputs.
-        in_place: True to pack into the output, in a group of one rank that needs no collective.
-
-    Returns:
-        (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
+    If an exception or interrupt cuts a commit short, some gradients are set and some are not, and additions cannot be undone.
+    Then all gradients of these groups are discarded, with a warning.
     """
-    layout, device = plan.layout, total.device
-    messages: list[tuple[Tensor, Tensor]] = []
-    if plan.numel:
-        numel = layout.ranks * plan.numel
-        # in place, the packed gradients are the sum already
-        message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
-        found = {grad.dtype for grad in grads if grad is not None}
-        dtype = found.pop() if len(found) == 1 else _packed_dtype(plan, grads)
-        # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first
-        # would take memory for a second copy, so they are copied and cast one by one.
-        if dtype is None:
-            _pack_one_by_one(plan, grads, message.view(layout.ranks, -1))
-        parts: list[Tensor] = []
-        for segment in plan.packed if dtype is not None else ():
-            if segment.parameter < 0:
-                parts.append(plan.zeros[segment.size].to(dtype))
-                continue
-            grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
-            assert dtype is not None  # the loop has no segments otherwise
-            if grad is None:
-                shape = (layout.ranks, segment.size) if segment.parameter in plan.blocks else place.shape
-                parts.append(torch.zeros(shape, dtype=dtype, device=device))
-            elif segment.parameter in plan.blocks:  # chunk_cat would chunk it otherwise
-                parts.append(torch.empty(layout.ranks, segment.size, dtype=dtype, device=device))
-                _copy_blocks(grad, place, parts[-1])
-            else:
-                parts.append(grad.contiguous())
-        if parts:
-            _torch.chunk_cat(parts, message.view(layout.ranks, -1))
-        if factor != 1.0:
-            message.mul_(factor)
-        messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
-    for index in plan.direct:
-        place, grad = layout.offsets[index], grads[index]
-        if grad is None:
-            full = torch.zeros(place.shape, dtype=total.dtype, device=device)
-        else:
-            full = grad.contiguous() if grad.dtype == total.dtype else grad.to(total.dtype).contiguous()
-            full = full if factor == 1.0 else full * factor
-        messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
-    return messages
+    try:
+        for one in reductions:
+            one.commit()
+    except BaseException as failure:
+        names = ", ".join(f"'{name}'" for name in dict.fromkeys([one.discard_gradients() for one in reductions]))
+        warnings.warn(
+            f"{type(failure).__name__} came while .grad of {names} was being set. These gradients are discarded, together with "
+            "what earlier backwards of the step added to them.",
+            stacklevel=2,
+        )
+        raise
+    for one in reductions:
+        if one.has_hooks:
+            one.run_post_grad_hooks()
+
+
+__all__ = ["MOVES", "ReduceHook", "ReduceOptions", "Reduction", "ReductionFactors", "Stage", "commit_all", "flat_gradient"]

@@ -392,8 +392,8 @@ class Runtime:
         self.joined.drop(numbers)
         self.reducer.abort(self.backward.units)
         if everything:
-            self.reducer.drop_heartbeats()
             self.communicator.wait_for_all_streams()
+            self.reducer.drop_heartbeats()
         for unit in units:
             unit.progress.clear()
             self._discard_unsharded(unit)
