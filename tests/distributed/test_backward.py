@@ -289,7 +289,7 @@ def test_torch_func_writes_nothing(world: World) -> None:
     plain = {name: parameter.full_tensor().detach() * 0 for name, parameter in model.named_parameters()}
     Texts().assertExpectedInline(
         text_of(lambda: torch.func.functional_call(model, plain, (x,))),
-        """Parameter 'weight' cannot be replaced by a Tensor for the duration of a call, as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
+        """Expected parameter 'weight' of unit 'Linear' as fully_shard() registered it, got another Tensor: a unit computes with its own shards only. Write values in `with fullshard.full_params(module):` or by load_state_dict(), and assign, remove or parametrize parameters before fully_shard(). Instead of torch.func.functional_call, use undo() on a copy of the model, or compute with the tensors of fullshard.gathered().""",
     )
     learned = {name: nn.Parameter(value) for name, value in plain.items()}
     text_of(lambda: torch.func.functional_call(model, learned, (x,)))

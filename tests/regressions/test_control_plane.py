@@ -255,17 +255,6 @@ def test_a_registered_method_keeps_no_model_alive_and_generators_are_refused(wor
         gc.enable()
 
 
-@ranks(2)
-def test_assigning_after_to_empty_is_writing(world: World) -> None:
-    with torch.device("meta"):
-        model = nn.Linear(5, 3)
-    fully_shard(model, mesh=world.mesh)
-    model.to_empty(device="cpu")
-    model.weight = nn.Parameter(torch.ones(3, 5))
-    model.bias = nn.Parameter(torch.zeros(3))
-    assert torch.equal(model(torch.ones(2, 5)), torch.full((2, 3), 5.0))
-
-
 @ranks(1, 2)
 def test_materialize_keeps_ties_freezing_and_attributes(world: World) -> None:
     class Tied(nn.Module):

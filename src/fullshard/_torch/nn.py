@@ -18,7 +18,6 @@ __all__ = [
     "can_assign_data",
     "children_of",
     "extend_trunc_normal",
-    "in_functional_call",
     "is_in_forward",
     "makes_parameter",
     "parameters_of",
@@ -98,18 +97,6 @@ def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
             found += 1
         frame = frame.f_back  # type: ignore[assignment]
     return found > (1 if outer else 0)
-
-
-def in_functional_call() -> bool:
-    """Return True if torch.func.functional_call is on this thread's stack."""
-    # Private: `_functional_call`. It registers the caller's tensors on the modules until it returns. If it stops doing so,
-    # fullshard takes those tensors for parameters that the caller assigned to the module, and copies them into the shards.
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.nn.utils.stateless._functional_call.__code__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm

@@ -218,7 +218,7 @@ class StateHooks:
         if self._unit is None:
             return
         if not self._unit.exposure.plain:
-            recovered(self._unit).refresh()
+            recovered(self._unit).refresh(assigned=True)
 
 
 _REGISTRIES = (

@@ -224,39 +224,32 @@ class ParamGroup:
     # --- slots ---
     # Every forward and backward runs this code, so it repeats the logic of `ParamSlot` inline instead of calling it.
 
-    def is_current(self) -> bool:
-        """Return True if nobody replaced a sharded parameter on a module or its local tensor."""
-        for parameter in self.parameters:
-            sharded = parameter.sharded
-            for slot in parameter.slots:
-                if slot.parameters.get(slot.name) is not sharded:
-                    return False
-            if _torch.local_tensor(sharded) is not parameter.local:  # type: ignore[arg-type]
-                return False
-        return True
-
     def install(self) -> None:
-        """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones."""
+        """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
+
+        Raises StateError, naming the parameter, if the user replaced or moved a sharded one.
+        """
         if self.installed:
             return
         self._trainable = [*map(_is_trainable, self.parameters)]
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
         for parameter, trainable in zip(self.parameters, self._trainable):
-            unsharded = parameter.unsharded
+            unsharded, sharded = parameter.unsharded, parameter.sharded
             assert unsharded is not None
             if unsharded.requires_grad is not trainable:
                 unsharded.requires_grad_(trainable)
+            moved = _torch.local_tensor(sharded) is not parameter.local  # type: ignore[arg-type]
             for slot in parameter.slots:
+                if moved or slot.parameters.get(slot.name) is not sharded:
+                    self.uninstall()
+                    raise parameter.foreign_error(slot)
                 if slot.uses_setattr:
                     slot.put(unsharded)
                 else:
                     slot.parameters[slot.name] = unsharded
 
     def uninstall(self) -> None:
-        """Register the sharded parameters on the modules.
-
-        A Parameter that the user assigned in the meantime stays; the next all-gather takes over its values.
-        """
+        """Register the sharded parameters on the modules, except where the user assigned something: `install` names it."""
         if not self.installed:
             return
         for parameter, trainable in zip(self.parameters, self._trainable):
@@ -273,13 +266,6 @@ class ParamGroup:
                     if unsharded.requires_grad is not trainable:
                         sharded.requires_grad_(unsharded.requires_grad)
         self.installed = False
-
-    def adopt_values(self, values: Sequence[Tensor]) -> None:
-        """Copy `values` (one local shard per parameter) into the flat shard, and point the sharded parameters at it again."""
-        for parameter, value in zip(self.parameters, values):
-            if value is not parameter.local:
-                parameter.replace_values(value)
-                parameter.bind_to_flat_shard(parameter.local)
 
     def move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.

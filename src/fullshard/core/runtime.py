@@ -242,8 +242,6 @@ class Runtime:
 
     def _unshard(self, unit: Unit) -> None:
         """Start the all-gathers of a unit."""
-        if not unit.is_current():
-            unit.refresh()
         if unit.checks.gathers:
             unit.decide_gathers()
         action = "backward gather" if self.backward.underway else "forward gather"

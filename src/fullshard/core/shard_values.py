@@ -1,8 +1,6 @@
-"""Copies into and out of shards: fully_shard(), parameters that the user assigned, and loading."""
+"""Copies into and out of shards: fully_shard() and loading."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core.replaced_parameters import set_replacement
-from fullshard.core.sharded_param import ShardedParameter, logical_parameters
+from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
-from fullshard.errors import StateError
 
 # --- before and after sharding ---
 
@@ -73,72 +70,6 @@ def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
 
 
 # --- values of callers ---
-
-
-def read_slots(parameter: ShardedParameter) -> Tensor:
-    """Return this rank's shard, (sharding.shard_shape), including values that the user has assigned to the module.
-
-    An assigned Parameter may be an unsharded tensor or a DTensor with the placements of the sharded parameter. This function
-    changes nothing: its caller copies the values into the shard, and `restore_sharded` takes over `requires_grad`, so the
-    sharded parameter stays the same object. Raises StateError if a slot is empty, or has a value that cannot be copied.
-    """
-    found: list[nn.Parameter] = []
-    kept = False
-    for slot in parameter.slots:
-        current = slot.content
-        if current is None:
-            raise StateError(
-                f"Parameter '{parameter.name}' cannot be all-gathered: it was removed from its module after fully_shard. "
-                "Remove it before sharding, or set requires_grad_(False) on it."
-            )
-        if current is parameter.sharded or current is parameter.unsharded:
-            kept = True
-        elif not isinstance(current, nn.Parameter) or _torch.in_functional_call():
-            raise StateError(
-                f"Parameter '{parameter.name}' cannot be replaced by a {type(current).__name__} for the duration of a call, "
-                "as torch.func.functional_call does: a unit computes with its own shards only. Use undo() on a copy of the "
-                "model, or compute with the tensors of fullshard.gathered()."
-            )
-        else:
-            owner = next(iter(logical_parameters([current])), None)
-            if owner is not None and owner is not parameter:
-                raise StateError(
-                    f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' was assigned the sharded parameter "
-                    f"'{owner.name}' of unit '{owner.unit_name.name}', which is still in use there. Tie parameters before "
-                    "fully_shard(), or assign a copy: nn.Parameter(value.detach().clone())."
-                )
-            if all(current is not other for other in found):
-                found.append(current)
-    ours = _torch.local_tensor(parameter.sharded)  # type: ignore[arg-type]
-    if not found:
-        return ours
-    values = [parameter.sharding.rows_of(one.detach(), name=parameter.name, what="the new value") for one in found]
-    others = [*values[1:], ours] if kept else values[1:]
-    if not all(value.device.type == "meta" or torch.equal(value, values[0]) for value in others):
-        raise StateError(
-            f"Expected equal values in the {len(parameter.slots)} places where parameter '{parameter.name}' is registered (it "
-            "is tied), got different ones. Assign the same Parameter to all of them, or untie them before fully_shard."
-        )
-    return values[0]
-
-
-def gradients_of_assigned(parameters: Sequence[ShardedParameter]) -> list[tuple[ShardedParameter, Tensor | None]]:
-    """Return (parameter, gradient) for each parameter that the user replaced on a module.
-
-    The gradient is that of the new Parameter, this rank's rows only, or None. Raises StateError if it has other placements than
-    the parameter.
-    """
-    found: list[tuple[ShardedParameter, Tensor | None]] = []
-    for parameter in parameters:
-        for slot in parameter.slots:
-            current = slot.content
-            if current is not None and current is not parameter.sharded and current is not parameter.unsharded:
-                grad, what = current.grad, "the gradient of the new value"
-                found.append(
-                    (parameter, None if grad is None else parameter.sharding.rows_of(grad, name=parameter.name, what=what))
-                )
-                break
-    return found
 
 
 def set_gradient(parameter: ShardedParameter, rows: Tensor | None) -> None:

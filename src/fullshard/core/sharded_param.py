@@ -364,34 +364,55 @@ class ShardedParameter:
         """Register the sharded parameter again after `install_plain`, with the attributes that the plain one has now.
 
         Returns:
-            False if another Parameter was assigned to a slot in the meantime. It stays, and the next all-gather takes over its
-            values.
+            False if another Parameter was assigned to a slot in the meantime, which is dropped.
         """
         self.sharded.requires_grad_(plain.requires_grad)
         for key in self.user_attributes:
             del self.sharded.__dict__[key]
         self.sharded.__dict__.update(_user_attributes(plain))
-        found = True
-        for slot in self.slots:
-            if slot.content is plain:
-                slot.put(self.sharded)
-            else:
-                found = False
+        found = all(slot.content is plain for slot in self.slots)
+        self.put(self.sharded)
         return found
 
-    def restore_sharded(self, *, forget: bool = False) -> None:
-        """Register the sharded parameter in all slots, whatever is registered there now.
+    def read_slots(self, *, assigned: bool) -> Tensor:
+        """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
 
-        Args:
-            forget: whether to ignore `requires_grad` of a Parameter that the caller assigned, instead of taking it over.
+        assigned: True to accept other Parameters in the slots, unsharded or sharded like this one; the last one counts, as
+        for load_state_dict(). Otherwise they raise StateError, as slots without a parameter do.
         """
+        found = to_local(self.sharded)
         for slot in self.slots:
             current = slot.content
-            if current is not self.sharded:
-                if current is not None and current is not self.unsharded and not forget:
-                    self.sharded.requires_grad_(current.requires_grad)
-                    set_replacement(current, self.sharded)
+            if current is self.sharded or current is self.unsharded:
+                continue
+            if current is None or not assigned:
+                raise self.foreign_error(slot)
+            found = self.sharding.rows_of(current.detach(), name=self.name, what="the new value")
+        return found
+
+    def take_slots(self) -> None:
+        """Register the sharded parameter again in slots with another one, which has no gradient."""
+        for slot in self.slots:
+            if slot.content is not self.sharded:
+                self.sharded.grad = None
                 slot.put(self.sharded)
+
+    def foreign_error(self, slot: ParamSlot) -> StateError:
+        """Return the error for a slot that does not hold the sharded parameter, or holds it with memory of its own."""
+        current = slot.content
+        if current is self.sharded:
+            return StateError(
+                f"Parameter '{self.name}' of unit '{self.unit_name.name}' was moved or cast with a module inside of its unit. "
+                "Call to(), half() and the like of the module that fully_shard() was called on, or of one around it, or cast "
+                "before fully_shard()."
+            )
+        return StateError(
+            f"Expected parameter '{self.name}' of unit '{self.unit_name.name}' as fully_shard() registered it, got "
+            f"{'none' if current is None else f'another {type(current).__name__}'}: a unit computes with its own shards only. "
+            "Write values in `with fullshard.full_params(module):` or by load_state_dict(), and assign, remove or parametrize "
+            "parameters before fully_shard(). Instead of torch.func.functional_call, use undo() on a copy of the model, or "
+            "compute with the tensors of fullshard.gathered()."
+        )
 
 
 def _user_attributes(parameter: Tensor) -> dict[str, Any]:

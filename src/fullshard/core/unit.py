@@ -22,7 +22,6 @@ from fullshard.core.meta_init import check_written
 from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
-from fullshard.core.shard_values import gradients_of_assigned, read_slots, set_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.uninitialized import UninitializedTensors
 from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
@@ -187,18 +186,11 @@ class Unit:
         self.checks.uninitialized = None  # if a check raised, the next forward runs them again
         stale = False
         # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
-        if record.residency is Residency.FULL or (record.residency is Residency.GATHERING and self._is_outdated()):
-            self.drop_if_replaced()
-            stale = self.stale_now
+        if record.residency is not Residency.SHARDED:
+            self.uninstall()  # takes over `requires_grad`; `pre_forward` installs them again
+            stale = self.stale
         runtime.trace.append((record.number, True))
         runtime.run(scheduler.before_forward(record.number, stale=stale))
-
-    def _is_outdated(self) -> bool:
-        """Return True if a shard was replaced or written since the all-gather that is in flight began."""
-        for group in self.groups:
-            if group.stale or not group.is_current():
-                return True
-        return False
 
     def _begin_recomputation(self) -> None:
         """Unshard for a forward inside of backward (activation checkpointing)."""
@@ -359,7 +351,7 @@ class Unit:
         """True if the modules hold unsharded parameters, so that walking the modules does not find the sharded ones."""
         return self.exposure.plain or any(group.installed for group in self.groups)
 
-    # --- parameters that the user replaced ---
+    # --- shards that were written or moved ---
 
     @property
     def stale(self) -> bool:
@@ -381,21 +373,6 @@ class Unit:
             return self.stale_now
         return not self.runtime.scheduler.is_prefetched_in_this_phase(record.number) and self.stale_now
 
-    def is_current(self) -> bool:
-        """Return True if the modules hold the sharded parameters, unchanged. Call this while nothing is installed."""
-        for group in self.groups:
-            if not group.is_current():
-                return False
-        return True
-
-    def drop_if_replaced(self) -> None:
-        """Register the sharded parameters. If the user replaced one since the unit was unsharded, reshard and adopt it."""
-        if self.residency is not Residency.SHARDED and not self.runtime.scheduler.is_running(self.number):
-            self.uninstall()
-            if not self.is_current():
-                self.runtime.run(self.runtime.scheduler.reshard(self.number))
-                self.refresh()
-
     def invalidate_unsharded(self) -> None:
         """Drop the unsharded parameters, before the groups are built again."""
         if self.runtime.is_gathering(self.number) or self.residency is Residency.FULL:
@@ -405,18 +382,23 @@ class Unit:
             group.drop_kept_shards()
 
     @torch.inference_mode(False)
-    def refresh(self, unwritten: Container[int] = ()) -> None:
-        """Adopt changes that the user made on the modules: assigned Parameters, moved or cast tensors, requires_grad.
+    def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
+        """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
+            assigned: True after load_state_dict() and materialize(), which put other Parameters on the modules.
 
         Raises:
-            StateError: if the change cannot be adopted; nothing has changed then.
+            StateError: if the user assigned another Parameter to a module, or the change is impossible now. No shard has
+                changed then.
         """
-        if self.is_current():
+        values = [parameter.read_slots(assigned=assigned) for parameter in self.parameters]
+        if assigned:
+            for parameter in self.parameters:
+                parameter.take_slots()
+        if all(value is parameter.local for parameter, value in zip(self.parameters, values)):
             return
-        values = [read_slots(parameter) for parameter in self.parameters]
         fits = all(
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(self.parameters, values)
@@ -428,20 +410,14 @@ class Unit:
             )
         if not fits:
             self.check_delivered(doing="a change of dtype or device")
-        grads = gradients_of_assigned(self.parameters)
-        for parameter in self.parameters:
-            parameter.restore_sharded()
-        if fits:
-            # Groups do not change with requires_grad: what is communicated must not depend on the state of one rank.
-            found = dict(zip(map(id, self.parameters), values))
-            with torch.no_grad():
-                for group in self.groups:
-                    group.adopt_values([found[id(parameter)] for parameter in group.parameters])
-        else:
+        if not fits:
             self.invalidate_unsharded()
             self.rebuild_groups(values, unwritten)
-        for parameter, rows in grads:
-            set_gradient(parameter, rows)
+            return
+        for parameter, value in zip(self.parameters, values):
+            if value is not parameter.local:
+                parameter.replace_values(value)
+                parameter.bind_to_flat_shard(parameter.local)
 
     # --- public calls; those that may be illegal check that first ---
     # Callers obtain the unit from `require_unit` or `units_of`, which start over after an interrupt.
@@ -450,7 +426,6 @@ class Unit:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""
         refuse_inside_full_params(self, doing="unshard()")
         self.runtime.communicator.wait_for_next_event()
-        self.drop_if_replaced()
         self.runtime.run(self.runtime.scheduler.unshard(self.number, stale=self.stale))
 
     def ensure_unsharded(self) -> None:
@@ -470,14 +445,6 @@ class Unit:
             except BaseException:
                 self.record.leave_resident()
                 raise
-
-    def refresh_for_read(self) -> None:
-        """Adopt the user's changes before the shards are read, also those of a unit that the user unsharded."""
-        unsharded_by_user = self.record.unsharded_by_user and self.record.is_pinned
-        self.drop_if_replaced()
-        self.refresh()
-        if unsharded_by_user:
-            self.ensure_unsharded()
 
     def reshard(self, *, doing: str = "reshard()") -> None:
         """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""
@@ -706,9 +673,10 @@ class Unit:
     def decide_gathers(self) -> None:
         """Build the groups again if the user changed, between that and the first forward, how a parameter is sent or reduced.
 
-        That is by all-gather hooks on the parameter, or its `grad_dtype`. Raises StateError for a parameter that cannot be
-        all-gathered.
+        That is by all-gather hooks on the parameter, its `grad_dtype`, or a cast of a module inside of the unit. Raises
+        StateError for a parameter that cannot be all-gathered.
         """
+        self.refresh()
         for parameter in self.parameters:
             check_extension(parameter)
         changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]

@@ -41,7 +41,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
     gathered_tensors: dict[str, Tensor] = {}
     for unit in units:
         unit.check_idle(doing="gathered()")
-        unit.refresh_for_read()
+        unit.refresh()
         for group in unit.groups:
             tensors = group.all_gather_copy(unit.runtime.communicator, "gather by hand")
             if grad and torch.is_grad_enabled() and group.trainable:
@@ -57,7 +57,7 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
                 names = [prefixes[id(owner)] + name for owner, name in slots if id(owner) in prefixes]
                 # A unit of several modules also has parameters outside of `module`, which have no qualified name in it.
                 name = names[0] if names else f"{unit.name}/{parameter.name}"
-                gathered_tensors[name] = tensor if parameter.requires_grad else tensor.detach()
+                gathered_tensors[name] = tensor if parameter.current.requires_grad else tensor.detach()
     yield gathered_tensors
 
 

@@ -88,7 +88,7 @@ def materialize(
                 done.add(id(module))
                 _fill(module, name, compute_device, init, owners, filled)
     for unit in units:
-        unit.refresh()
+        unit.refresh(assigned=True)
     return model
 
 

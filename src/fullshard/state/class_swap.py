@@ -168,7 +168,7 @@ def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap, view_of: ViewMap
             )
             unit.unit_name.name = unit_snapshot.name
             for parameter in rebuilt:
-                parameter.restore_sharded(forget=True)
+                parameter.put(parameter.sharded)
         install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, view_of, ())
     return parts.root
 

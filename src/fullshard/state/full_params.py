@@ -56,9 +56,9 @@ def full_params(
 
     Raises:
         ValueError: for `rank0_only` with `write`.
-        StateError: inside a forward or backward; and at the end of a block with `write`, before anything is written, if another
-            Parameter was assigned to a module, a parameter has another shape, or the shards were written meanwhile, as by an
-            optimizer step (with `grads`, also their gradients, as by clipping). If the block raises, this is a warning.
+        StateError: inside a forward or backward; at the end of a block, if another Parameter was assigned to a module; and with
+            `write`, before anything is written, if a parameter has another shape, or the shards were written meanwhile, as by
+            an optimizer step (with `grads`, also their gradients, as by clipping). If the block raises, this is a warning.
 
     Example:
         >>> with full_params(model, write=False, rank0_only=True, device="cpu"):              # doctest: +SKIP
@@ -104,12 +104,14 @@ def full_params(
         with torch.no_grad():
             # `restore` returns False if the caller assigned another Parameter inside the block.
             assigned = [one.parameter.name for one in installed if not one.parameter.restore(one.plain)]
-            if write and has_begun:
+            if has_begun and (write or assigned):
                 after = [_shard_state(unit, grads=grads) for unit in units]
                 wrong = _why_not_written(assigned, installed, units, [one != other for one, other in zip(before, after)])
                 if wrong is None:
                     for one in installed:
                         write_unsharded(one.parameter, one.plain, grad=grads)
+                    for unit in units:
+                        unit.refresh(assigned=True)  # shards that were on meta
                 elif raised:
                     warnings.warn(wrong, stacklevel=3)
                 else:
@@ -160,7 +162,7 @@ def _why_not_written(
     if assigned:
         return (
             f"Another Parameter was assigned to {assigned} inside full_params(). Write to the existing ones (`p.copy_(...)`), "
-            "or assign outside of the block. Nothing was written."
+            "or assign before fully_shard(). Nothing was written."
         )
     for one in installed:
         if one.plain.shape != one.shape:

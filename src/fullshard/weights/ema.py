@@ -140,9 +140,6 @@ class EMA:
         self._check_same_parameters(doing)
         for unit in self._units:
             unit.check_idle(doing=doing)
-            if not all(group.is_current() for group in unit.groups):
-                unit.ensure_sharded(doing=doing)
-                unit.refresh()
         groups = self._groups()
         if len(groups) != len(self._averages) or any(flat.group is not group for flat, group in zip(self._averages, groups)):
             self._rebuild(groups)

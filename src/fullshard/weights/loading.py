@@ -191,8 +191,6 @@ def load_weights(
             # Some shards may have new values, or memory without values: no forward may use the mixture.
             fresh.mark_all(model, _ids([one for one in tensors.entries if one.names[0] in intact]))
             raise
-    for unit in tensors.units:
-        unit.refresh()
     for entry, _ in match.found:  # reads into memory increase no version counter
         parameter, plain = loaded[entry.target.name]
         if parameter is not None:

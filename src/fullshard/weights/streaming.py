@@ -89,7 +89,7 @@ def iter_full(
 
     def prepare(unit: Unit) -> None:
         unit.check_idle(doing="iter_full()")
-        unit.refresh_for_read()
+        unit.refresh()
 
     tensors = tensors_of(model, prepare=prepare)
     # Collective, so that all ranks raise if one of them has a tensor without values.

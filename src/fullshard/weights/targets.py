@@ -155,7 +155,7 @@ def from_first_rank(tensors: ModelTensors) -> ModelTensors:
 
 
 def reshard_for(doing: str) -> Callable[[Unit], None]:
-    """Return a function that reshards a unit and takes over Parameters that the user assigned or cast. `doing`: the call."""
+    """Return a function that reshards a unit, and raises if the user replaced a parameter. `doing`: the call."""
 
     def prepare(unit: Unit) -> None:
         unit.reshard(doing=doing)
