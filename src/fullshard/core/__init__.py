@@ -4,9 +4,9 @@ state, optim, ext, wrap, fsdp1, weights, foresight and tools import names from h
 lists the names, and the docstring of each says what it does. If a package needs another name, add it. Where to begin:
 
 units        `units_of(module)`: each `Unit` is one fully_shard() call; a `Runtime` runs the units of a device and thread
-parameters   `logical_parameters(tensors)`: the `ShardedParameter` of a DTensor; its `owner` has its `ParamGroup` and unit
+parameters   `logical_parameters(tensors)`: the `ShardedParameter` of a DTensor; its `unit()` and `group()`, None once deleted
 values       `full_tensor` and `all_gather_full` read a whole tensor; `shard_of`, `like_shard`, `replace_rows` write shards
-optimizers   `check_step` of an owner comes before a step; `use_plain_dtensor` makes it faster, until `restore_subclass`
+optimizers   `Unit.prepare_step` comes before a step; `use_plain_dtensor` makes it faster, until `restore_subclass`
 integers     `plan_layout`: the `GroupLayout` of a group, for a `DirectRule`; `ParamSharding` and `ShardAxis`: meshes
 schedule     `Scheduler`: events in, `Action`s out; predictions run the same one
 ranks        `Agreement`: the ranks in one call outside of a step, and their logged collectives
@@ -134,7 +134,7 @@ from fullshard.core.sharded_tensor import (
 )
 from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
-from fullshard.core.unit import Unit, owner_of
+from fullshard.core.unit import Unit
 from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
 from fullshard.core.unit_options import UnitOptions
 
@@ -225,7 +225,6 @@ __all__ = [
     "needs_own_group",
     "numel_of",
     "own_modules",
-    "owner_of",
     "plan_layout",
     "recovered",
     "remark_on_optimizer",

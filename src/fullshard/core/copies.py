@@ -10,7 +10,6 @@ from torch import Tensor
 from fullshard.core.agreement import Agreement
 from fullshard.core.mesh import resolve_mesh
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import owner_of
 from fullshard.core.value_sync import digest
 
 
@@ -19,7 +18,7 @@ def agreement_of_all(parameters: Iterable[ShardedParameter], doing: str) -> Agre
     # The axis of a parameter on that mesh, which may be another one than that of its unit, and its tensor-parallel axes
     # together connect all ranks.
     largest = max(parameters, key=lambda one: one.sharding.mesh.size())
-    unit, sharding = owner_of(largest), largest.sharding
+    unit, sharding = largest.unit(), largest.sharding
     assert unit is not None
     names = sharding.mesh.mesh_dim_names or ()
     axes = [sharding.axis, *(resolve_mesh(sharding.mesh[names[axis]]) for axis in sharding.tensor_parallel_axes)]

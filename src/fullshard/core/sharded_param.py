@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +21,13 @@ from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
 if TYPE_CHECKING:
-    from fullshard.core.unit import Owner
+    from fullshard.core.param_group import ParamGroup
+    from fullshard.core.unit import Unit
     from fullshard.core.value_sync import InitialValues
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference to an object that is deleted."""
 
 
 class WeakBackReference:
@@ -111,7 +116,8 @@ class ShardedParameter:
         unsharded: the unsharded parameter that modules compute with, in the group's unsharded buffer; None before the first
             all-gather.
         write_count: number of writes to the shard that no version counter shows.
-        owner: its unit and group; None before the unit is complete.
+        unit: a weak reference to its unit; it returns None before the unit is complete, and once it is deleted.
+        group: a weak reference to its group, the same object for all parameters of the group.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
         grad_dtype: dtype of `.grad`, if the caller set one.
@@ -123,16 +129,17 @@ class ShardedParameter:
         "__weakref__",
         "_exposed",
         "grad_dtype",
+        "group",
         "initial",
         "keeps_dtype",
         "local",
         "local_grad",
         "name",
-        "owner",
         "sharded",
         "sharding",
         "slots",
         "spec",
+        "unit",
         "unit_name",
         "unsharded",
         "write_count",
@@ -166,7 +173,8 @@ class ShardedParameter:
         self.local_grad: Tensor | None = None
         self.write_count = 0
         self.initial: InitialValues | None = None
-        self.owner: Owner | None = None
+        self.unit: Callable[[], Unit | None] = _nothing
+        self.group: Callable[[], ParamGroup | None] = _nothing
         self.unit_name = UnitName("")
         # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
         self._exposed: tuple[int, int] | None = None
@@ -218,8 +226,7 @@ class ShardedParameter:
         unwritten = self.initial is not None and self.initial.version == self.version
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
-        if local is not self.local and self.owner is not None:  # not the first one
-            # so that the sum in `shard_versions` never returns to an old value
+        if local is not self.local:  # so that the sum in `shard_versions` never returns to an old value
             self.write_count += 1 + version_of_memory(self.local)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
@@ -247,8 +254,9 @@ class ShardedParameter:
 
     def wait_for_readers(self) -> None:
         """Block the host until no copy to the device reads the shard in host memory. Call this before a write."""
-        if self.owner is not None:
-            self.owner.wait_for_readers()
+        group = self.group()
+        if group is not None:
+            group.synchronize_host()
 
     def note_write(self) -> None:
         """Record a write to the shard, so that the next all-gather is not skipped."""
@@ -279,8 +287,9 @@ class ShardedParameter:
         if not is_plain(self.local):
             self._replace_subclass(rows)
             return
-        if self.owner is not None and _torch.has_aliases(self.local):
-            self.owner.move_shard()
+        group = self.group()
+        if group is not None and _torch.has_aliases(self.local):
+            group.move_shard()
         with torch.no_grad():
             self.local.copy_(rows)
 

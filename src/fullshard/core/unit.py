@@ -637,10 +637,11 @@ class Unit:
             group.keep_memory(self.options.keep_memory)
         self.groups, self.checks.gathers = groups, True
         self.runtime.update_timeouts()
+        unit = weakref.ref(self)
         for group in groups:
-            owner = Owner(self, group)
+            ref = weakref.ref(group)
             for parameter in group.parameters:
-                parameter.owner, parameter.unit_name = owner, self.unit_name
+                parameter.unit, parameter.group, parameter.unit_name = unit, ref, self.unit_name
         self._update_record()
 
     def keep_memory(self, keep: bool) -> None:
@@ -722,54 +723,10 @@ def name_units_in(module: nn.Module, *, place: bool = False) -> None:
                 unit.place.record_path(module, name)
 
 
-def owner_of(parameter: ShardedParameter) -> Unit | None:
-    """Return the unit that a parameter belongs to."""
-    return None if parameter.owner is None else parameter.owner.unit
-
-
-class Owner:
-    """The unit and the group of parameters, to which it refers weakly. All parameters of a group have the same one."""
-
-    __slots__ = ("_group", "_unit")
-
-    def __init__(self, unit: Unit, group: ParamGroup) -> None:
-        self._unit, self._group = weakref.ref(unit), weakref.ref(group)
-
-    @property
-    def unit(self) -> Unit | None:
-        """The unit, None once it is deleted."""
-        return self._unit()
-
-    @property
-    def group(self) -> ParamGroup | None:
-        """The group, None once it is deleted."""
-        return self._group()
-
-    def check_step(self) -> None:
-        """Raise StateError if an optimizer must not write the shards now."""
-        unit, group = self._unit(), self._group()
-        if unit is not None and group is not None:
-            unit.prepare_step(group)
-
-    def wait_for_readers(self) -> None:
-        """Block the host until no copy to the device reads the shards in host memory."""
-        group = self._group()
-        if group is not None:
-            group.synchronize_host()
-
-    def move_shard(self) -> None:
-        """Copy the flat shard into new memory, so that other tensors over the old memory keep their values."""
-        group = self._group()
-        if group is not None:
-            group.move_shard()
-
-
 __all__ = [
     "Exposure",
-    "Owner",
     "PendingChecks",
     "Unit",
     "name_units_in",
-    "owner_of",
     "refuse_inside_full_params",
 ]

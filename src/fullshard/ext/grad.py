@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, Unit, current_parameter, logical_parameters, owner_of
+from fullshard.core import ShardedParameter, Unit, current_parameter, logical_parameters
 from fullshard.errors import StateError
 
 
@@ -71,7 +71,7 @@ def grad(
     before = [tensor.grad for tensor in listed]
     unsharded = [one for parameter in logical_parameters(listed) if (one := parameter.unsharded) is not None]
     before_unsharded = [one.grad for one in unsharded]
-    units = [unit for parameter in logical_parameters(listed) if (unit := owner_of(parameter)) is not None]
+    units = [unit for parameter in logical_parameters(listed) if (unit := parameter.unit()) is not None]
     runtimes = dict.fromkeys(unit.runtime for unit in units)
     others = [unit for runtime in runtimes for unit in runtime.all_units() if not _has_earlier_gradients(unit)]
     every = [parameter.sharded for unit in others for parameter in unit.parameters]
@@ -115,9 +115,8 @@ def _has_earlier_gradients(unit: Unit) -> bool:
 
 def _leaves_of_copies(parameter: ShardedParameter) -> list[Tensor]:
     """Return the leaves of the graphs that compute with copies of the parameter's group."""
-    unit = owner_of(parameter)
-    groups = () if unit is None else unit.groups
-    return [copy.handle for group in groups if parameter in group.parameters for copy in group.copies]
+    group = parameter.group()
+    return [] if group is None else [copy.handle for copy in group.copies]
 
 
 def _check_no_use_of_shards(outputs: Sequence[Tensor], parameters: Sequence[ShardedParameter]) -> None:
@@ -133,7 +132,7 @@ def _check_no_use_of_shards(outputs: Sequence[Tensor], parameters: Sequence[Shar
 
 def _check_no_other_gradients(parameter: ShardedParameter) -> None:
     """Raise StateError unless a backward reduces exactly its own gradients of the parameter's unit, at once."""
-    unit = owner_of(parameter)
+    unit = parameter.unit()
     if unit is None:
         return
     for one in unit.parameters:

@@ -24,7 +24,6 @@ from fullshard.core import (
     find_difference,
     flat_gradient,
     logical_parameters,
-    owner_of,
     recovered,
     to_local,
 )
@@ -94,12 +93,12 @@ class _Gradients:
         self.units: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
         self.counts: Counter[tuple[dist.ProcessGroup | None, ...]] = Counter()
         self.parts: list[tuple[NormGroups, Tensor]] = []
-        by_owner: dict[Any, list[ShardedParameter]] = {}
+        by_group: dict[int, list[ShardedParameter]] = {}
         for parameter in logical:
-            by_owner.setdefault(parameter.owner, []).append(parameter)
+            by_group.setdefault(id(parameter.group), []).append(parameter)
         flat: dict[int, tuple[NormGroups, Tensor]] = {}  # by id of the parameter
-        for owner, members in by_owner.items():
-            unit, group = (None, None) if owner is None else (owner.unit, owner.group)
+        for members in by_group.values():
+            unit, group = members[0].unit(), members[0].group()
             if unit is not None:
                 self.units.setdefault((unit.axis.group,), unit)
                 self.counts[unit.axis.group,] += len(members)
@@ -176,7 +175,7 @@ def clip_grad_norm_(
     # A list that was made before sharding contains the plain parameters: clip the sharded parameters that replaced them.
     listed = list(map(current_parameter, given))
     sharded = logical_parameters(listed)
-    for unit in dict.fromkeys(map(owner_of, sharded)):
+    for unit in dict.fromkeys([logical.unit() for logical in sharded]):
         if unit is not None:
             recovered(unit)  # before gradients are read
     for logical in sharded:
@@ -221,7 +220,7 @@ def _check_copies(parameters: Sequence[Tensor], logical: Sequence[ShardedParamet
     largest = max(sizes.values(), default=1)
     beside: list[Tensor] = [one.sharded for one in logical if sizes[id(one.sharding.mesh)] < largest]
     plain = [one for one in parameters if one.requires_grad and not isinstance(one, DTensor)]
-    unit = next((owner_of(one) for one in logical if sizes[id(one.sharding.mesh)] == largest), None)
+    unit = next((one.unit() for one in logical if sizes[id(one.sharding.mesh)] == largest), None)
     if unit is None or largest == 1 or not (beside or plain):
         return
     calls = _COMPARED[unit] = _COMPARED.get(unit, 0) + 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, optim
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, back_references, owner_of
+from fullshard.core import ShardedParameter, back_references
 from fullshard.errors import warn_once
 from fullshard.optim.matrix_owners import Exchanges
 from fullshard.optim.pieces import Piece, Splits, pieces_of
@@ -162,7 +162,7 @@ class MuonStep:
 
     def _pieces_for(self, parameter: ShardedParameter, specs: Iterable[Any]) -> list[Piece] | None:
         """Return the pieces of a sharded matrix; None if torch computes it. `specs`: of it, its gradient and momentum."""
-        if owner_of(parameter) is None:
+        if parameter.unit() is None:
             return None
         if parameter not in self._pieces:
             self._pieces[parameter] = self._pieces_of(parameter)

@@ -22,7 +22,6 @@ from fullshard.core import (
     is_ignored,
     like_shard,
     logical_parameters,
-    owner_of,
     remark_on_optimizer,
     replacement_generation,
     replacement_of,
@@ -124,7 +123,7 @@ def _warn_of_plain_parameters(optimizer: torch.optim.Optimizer) -> None:
         for name, parameter in zip(names, group["params"]):
             if type(parameter) is nn.Parameter and parameter.grad is not None and not is_ignored(parameter):
                 plain.append(name)
-        units += [unit for p in logical_parameters(group["params"])[:1] if (unit := owner_of(p)) is not None]
+        units += [unit for p in logical_parameters(group["params"])[:1] if (unit := p.unit()) is not None]
     if plain and units:
         remark_on_optimizer(units[0], plain)
 
@@ -252,9 +251,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if parameter.sharded.grad is not None:
             cache.had_grad.add(id(parameter))
             parameter.note_write()  # here as well, since `_after_step` does not run if the step or a hook raises
-    for owner in dict.fromkeys([parameter.owner for parameter in sharded]):
-        if owner is not None:
-            owner.check_step()
+    for one in {id(parameter.group): parameter for parameter in sharded}.values():  # one parameter of each group
+        unit, group = one.unit(), one.group()
+        if unit is not None and group is not None:
+            unit.prepare_step(group)
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         _check_whole_matrices(optimizer, sharded)
         use_plain_dtensor([parameter.sharded for parameter in sharded])

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import ShardAxis, ShardedParameter, Unit, current_parameter, logical_parameters, owner_of, resolve_mesh
+from fullshard.core import ShardAxis, ShardedParameter, Unit, current_parameter, logical_parameters, resolve_mesh
 from fullshard.errors import StateError
 from fullshard.optim.owners import Matrix
 
@@ -135,7 +135,7 @@ def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Pi
     Raises:
         ValueError: if the parameter cannot be split like this, or is sharded over several tensor-parallel axes, or unevenly.
     """
-    unit = owner_of(parameter)
+    unit = parameter.unit()
     assert unit is not None
     name, shape = _name_of(parameter, unit), tuple(parameter.sharding.shape)
     blocks = _blocks_of(parameter, name)

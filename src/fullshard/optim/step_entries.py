@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from fullshard.core import CollectiveLog, Fingerprint, Runtime, ShardedParameter, UnitName, owner_of
+from fullshard.core import CollectiveLog, Fingerprint, Runtime, ShardedParameter, UnitName
 
 _IMPLEMENTATION_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))  # do not change the result
 _PLAIN = (bool, int, float, str)
@@ -34,7 +34,7 @@ class StepEntries:
         found: dict[tuple[Runtime, CollectiveLog], dict[int, list[str]]] = {}  # parameters by log and group
         for index, parameters in enumerate(sharded):
             for parameter in parameters:
-                unit = owner_of(parameter)
+                unit = parameter.unit()
                 if unit is not None and unit.groups:
                     log = unit.runtime.communicator.log_of(parameter.sharding.axis)
                     members = found.setdefault((unit.runtime, log), {})

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, current_parameter, logical_parameters, owner_of, to_local
+from fullshard.core import ShardedParameter, current_parameter, logical_parameters, to_local
 from fullshard.errors import StateError, check_bool, warn_once
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.local_view import is_viewed
@@ -201,7 +201,7 @@ class _WholeView:
         if self._broken:
             raise StateError(f"{self._doing} {self._broken}")
         self._list_pieces(optimizer)
-        unit = owner_of(self._logical[0]) if self._logical else None
+        unit = self._logical[0].unit() if self._logical else None
         with torch.no_grad(), nullcontext() if unit is None else unit.runtime.communicator.reporting_exceptions(self._doing):
             self._check_states(optimizer)
             try:

@@ -13,7 +13,6 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     logical_parameters,
-    owner_of,
     replacement_of,
 )
 from fullshard.errors import warn_once
@@ -60,7 +59,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
     for ref in managed.refs:
         sharded = replacement_of(ref.parameter)
         known = logical_parameters([ref.parameter if sharded is None else sharded])
-        owner = owner_of(known[0]) if known else None
+        owner = known[0].unit() if known else None
         if owner is None:
             continue
         parameter = known[0]
