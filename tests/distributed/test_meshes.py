@@ -80,7 +80,7 @@ def named(*names: str, sizes: tuple[int, ...] = (2, 2)) -> DeviceMesh:
 @ranks(4)
 def test_names_of_axes_that_contradict_replicate_and_shard_are_warned_of_on_one_rank(world: World) -> None:
     """("dp_shard", "cp") holds each shard on all ranks of "dp_shard": sharded over the context-parallel ranks alone."""
-    contradict = [("dp_shard", "cp"), ("DP-Shard", "tp"), ("fsdp", "inner"), ("cp", "ddp"), ("sp", "dp"), ("dp", "replicas")]
+    contradict = [("dp_shard", "cp"), ("DP-Shard", "tp"), ("fsdp", "inner"), ("cp", "ddp"), ("dp", "replicas")]
     firsts = "replicate", "ddp", "outer", "rep", "replicate_shards", "unsharded", "no_shard"
     for names in [*contradict, *((first, "dp_shard_cp") for first in firsts), ("dp", "cp"), ("outer", "inner")]:
         errors._SAID.clear()

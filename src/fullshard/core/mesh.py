@@ -275,37 +275,18 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
     return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
 
 
-# "cp", "sp" and the like: ranks of context or sequence parallelism share their parameters with data-parallel ranks.
-_SHARDS = re.compile(r".*(shard|fsdp).*|(cp|sp|context|seq|sequence|ulysses)(parallel)?")
-_REPLICATES = re.compile(r".*replic.*|ddp")
-# Names that contain "shard" and deny it.
-_NEITHER = re.compile(r".*(no|non|un)shard.*")
-
-
 def _warn_of_names(mesh: DeviceMesh) -> None:
-    """Warn, on the first rank, if the axis names of a (replicate, shard) mesh contradict that order.
-
-    The name of a shard axis contains "shard" or "fsdp", or is a name of context or sequence parallelism, whose ranks share
-    their parameters with data-parallel ranks in most programs. Neutral names ("dp", "outer", "data") pass. So does "cp" after
-    a neutral name: sharding over context-parallel ranks and replicating over the others may be intended.
-    """
+    """Warn, on the first rank, if the axis names of a (replicate, shard) mesh contradict that order."""
     if mesh.ndim != 2 or mesh.mesh_dim_names is None or mesh.size(0) == 1 or mesh.mesh.flatten()[0] != dist.get_rank():
         return
     first, second = mesh.mesh_dim_names
-    if _role_of(first) == "shard" or _role_of(second) == "replicate":
+    shards = re.search("shard|fsdp", first.lower()) and not re.search("replic|(un|no).?shard", first.lower())
+    if shards or re.search("replic|ddp", second.lower()):
         warn_once(
             f"The mesh {(first, second)} of sizes {tuple(mesh.mesh.shape)} is taken as (replicate, shard): parameters are "
             f"replicated over '{first}' and sharded over '{second}'. To shard over both, pass "
             f"mesh._flatten('{first}_{second}')."
         )
-
-
-def _role_of(name: str) -> str | None:
-    """Return the role that the name of an axis implies: "shard", "replicate", or None."""
-    bare = re.sub(r"[^a-z0-9]", "", name.lower())
-    if _REPLICATES.fullmatch(bare):
-        return "replicate"
-    return "shard" if _SHARDS.fullmatch(bare) and not _NEITHER.fullmatch(bare) else None
 
 
 def _default_mesh() -> DeviceMesh:

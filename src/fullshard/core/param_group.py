@@ -19,7 +19,7 @@ from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.packing import ReductionPlan
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.subclasses import take_attributes, version_of_memory
+from fullshard.core.subclasses import take_attributes
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
@@ -54,7 +54,6 @@ class ParamGroup:
         divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
         installed: whether the unsharded parameters are registered on the modules.
         unsharded: the unsharded parameters; empty before the first all-gather, and for one that is a tensor subclass.
-        seen: versions and addresses of the unsharded parameters when the last forward began. A write changes one of them.
     """
 
     extension = False
@@ -203,12 +202,9 @@ class ParamGroup:
     @property
     def standing_memory(self) -> int:
         """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
-        versions = self.shard_versions()
-        total = 0
-        for buffer, current in ((self._buffer, versions), (self._inner_shard, versions)):
-            if buffer is not None and (buffer.keep or buffer.versions == current):
-                total += buffer.allocated
-        return total
+        buffers = [buffer for buffer in (self._buffer, self._inner_shard) if buffer is not None]
+        current = self.shard_versions()
+        return sum(buffer.allocated for buffer in buffers if buffer.keep or buffer.versions == current)
 
     @property
     def stale(self) -> bool:
@@ -217,8 +213,7 @@ class ParamGroup:
 
     def shard_versions(self) -> list[int]:
         """Return a number per parameter that increases with every write to its shard that can be seen."""
-        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and fused
-        # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
+        # `ShardedParameter.version`, inline: every all-gather asks.
         return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
 
     # --- slots ---
@@ -397,11 +392,7 @@ class ParamGroup:
             copy = self._make_buffer(inner)
             self._send(communicator, stream, copy.allocate([]), action).wait()
             copy.release_staging()
-            return self.values_in(copy)
-
-    def values_in(self, buffer: FlatBuffer) -> list[Tensor]:
-        """Return the unsharded tensor of each parameter in `buffer`, in the form that modules compute with."""
-        return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, buffer.views)]
+            return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, copy.views)]
 
     def _check_device(self) -> None:
         device, home = self.parameters[0].local.device, self.storage.home
@@ -525,7 +516,7 @@ class ExtensionGroup(ParamGroup):
 
     def shard_versions(self) -> list[int]:
         """Return a number that increases with every write to the shard, or to a tensor inside of it."""
-        return [p.write_count + p.sharded._version + version_of_memory(p.local) for p in self.parameters]
+        return [self.parameters[0].version]
 
     def _copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
         return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device), [own_shard(values[0])]
