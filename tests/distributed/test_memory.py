@@ -27,24 +27,22 @@ from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 ROOT = Path(__file__).parents[2]
 
 
-def test_forward_needs_two_units_and_backward_three() -> None:
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("size", [64, 512])
+def test_forward_needs_two_units_and_backward_three(size: int) -> None:
     """At the defaults, on fake groups; U is what one unit's full parameters take, which are two matrices of 32 MiB."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     # glibc keeps what is freed: else the system clears the same pages again and again, which takes most of the time.
     environment |= {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--json"]
-    command += ["--dims", "2048", "--ranks", "64", "512", "--of", "fullshard", "packed"]
+    command += ["--dims", "2048", "--ranks", str(size), "--of", "fullshard", "packed"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     peaks = json.loads(done.stdout.strip().splitlines()[-1])["figures"]
-    for size in (64, 512):
-        for precision, whole in (
-            ("fp32", 4),
-            ("bf16, fp32 reduction", 5.5),
-        ):  # torch._chunk_cat casts through memory of its own
-            direct, packed = (peaks[f"{precision}, dim 2048, {size} ranks {name}"] for name in ("fullshard", "packed"))
-            assert direct["forward"] == pytest.approx(2, rel=0.02) and direct["backward"] == pytest.approx(3, rel=0.02)
-            # From torch 2.15 on, gradients of norms come in float32, so that all are packed without torch._chunk_cat's memory.
-            assert packed["forward"] == pytest.approx(3, rel=0.02) and packed["backward"] <= 1.02 * whole
+    for precision, whole in (("fp32", 4), ("bf16, fp32 reduction", 5.5)):  # torch._chunk_cat casts through memory of its own
+        direct, packed = (peaks[f"{precision}, dim 2048, {size} ranks {name}"] for name in ("fullshard", "packed"))
+        assert direct["forward"] == pytest.approx(2, rel=0.02) and direct["backward"] == pytest.approx(3, rel=0.02)
+        # From torch 2.15 on, gradients of norms come in float32, so that all are packed without torch._chunk_cat's memory.
+        assert packed["forward"] == pytest.approx(3, rel=0.02) and packed["backward"] <= 1.02 * whole
 
 
 @ranks(1)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,14 +14,13 @@ import types
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from exits import Rank, run_job
-from harness import TESTS, World, ranks, until
+from harness import World, ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Stack, batch, shard_stack, square
@@ -38,21 +36,6 @@ from fullshard.checks.store import StateStore
 from fullshard.checks.verdict import Inquiry
 from fullshard.checks.watchdog import Watchdog
 from fullshard.core import units_of
-
-PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch, torch.distributed as dist
-from models import Stack, batch, shard_stack, square
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + folder + "/store", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = shard_stack(Stack(), init_device_mesh("cpu", (2,)))
-square(model(batch(0))).backward()
-"""
 
 
 def begun(rank: Rank) -> nn.Module:
@@ -108,17 +91,6 @@ def test_jobs_end_quietly(ending: str, store: str) -> None:
     for one in run_job(ends, 2, store=store, ending=ending):
         assert one.code == 0, one
         check_quiet(one.out)
-
-
-@pytest.mark.processes
-def test_programs_end_quietly(tmp_path: Path) -> None:
-    """Two that a shell starts."""
-    command = [sys.executable, "-c", PROGRAM.format(tests=TESTS)]
-    processes = [subprocess.Popen([*command, str(r), str(tmp_path)], stderr=subprocess.PIPE, text=True) for r in range(2)]
-    for process in processes:
-        said = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, said
-        check_quiet(said)
 
 
 @ranks(2)

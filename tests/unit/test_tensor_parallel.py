@@ -1,9 +1,7 @@
-"""`explain` with tensor parallelism: what each rank has, computes and sends; and beside a run of four gloo ranks, in `__main__`."""
+"""`explain` with tensor parallelism: what each rank has, computes and sends."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import pytest
@@ -106,13 +104,3 @@ def test_tensor_parallelism_that_cannot_be_is_refused_before_anything_is_traced(
     with pytest.raises(ValueError, match=told):
         fullshard.explain(Model, torch.empty(ROWS, DIM, device="meta"), world=4, loss=loss, **options)
     assert not torch.distributed.is_initialized()
-
-
-def main() -> None:
-    """Print what two times two ranks of gloo take, for a run that is held against it."""
-    r = explained(2, gpu="cpu", keep_output=False)
-    json.dump({"peak": r.peak, "messages": [[m.kind, m.nbytes, m.ranks] for m in r.messages]}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

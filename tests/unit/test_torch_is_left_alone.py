@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
+
+import pytest
 
 SNAPSHOT = """
 import builtins, json, signal, sys, threading, types, warnings
@@ -35,8 +37,10 @@ def belongs(name):
     return first == "torch" or first in ("builtins", "gc", "copy", "pickle", "signal", "threading", "warnings", "weakref")
 
 def snapshot():
-    '''Names of all functions, classes and class attributes, and of registries, each with the objects behind it.'''
+    '''Names of all functions, classes and class attributes, and of registries, each with the objects behind it; of one rank.'''
     found = {}
+    if rank:
+        return found
     for module_name, module in list(sys.modules.items()):
         if not belongs(module_name) or not isinstance(module, types.ModuleType):
             continue
@@ -114,7 +118,6 @@ if rank == 0:
 """
 
 INSTALL = """
-import fullshard
 before = snapshot()
 fullshard.install()
 inside_install = changed(before)
@@ -133,24 +136,25 @@ OURS = {  # torch's own registrations of hooks around the steps of all optimizer
 }
 
 
-def _on_two_ranks(script: str, folder: Path) -> object:
-    """What rank 0 of a fresh group prints, as JSON."""
-    command = [sys.executable, "-W", "ignore", "-c", SNAPSHOT + script]
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What rank 0 of a fresh group prints, as JSON: after training, and in and after `install()`."""
+    folder = tmp_path_factory.mktemp("left-alone")
+    command = [sys.executable, "-W", "ignore", "-c", SNAPSHOT + STEP + INSTALL]
     ranks = [
         subprocess.Popen([*command, str(rank), f"{folder}/store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     said = [rank.communicate(timeout=300) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-2000:] for _, error in said)
-    return json.loads(said[0][0].splitlines()[-1])
+    return [json.loads(line) for line in said[0][0].splitlines()[-2:]]
 
 
-def test_sharding_and_training_replace_nothing_in_torch_and_python(tmp_path: Path) -> None:
-    changed = _on_two_ranks(STEP, tmp_path)
-    assert isinstance(changed, list) and set(changed) == OURS, changed
+def test_sharding_and_training_replace_nothing_in_torch_and_python(changes: list[list[Any]]) -> None:
+    assert set(changes[0]) == OURS, changes[0]
 
 
-def test_uninstall_leaves_torch_as_it_was_before_install(tmp_path: Path) -> None:
-    inside, after = _on_two_ranks(INSTALL, tmp_path)  # type: ignore[misc]
+def test_uninstall_leaves_torch_as_it_was_before_install(changes: list[list[Any]]) -> None:
+    inside, after = changes[1]
     assert {"torch.distributed.fsdp.fully_shard", "torch.nn.utils.clip_grad.clip_grad_norm_"} <= set(inside), inside
     assert set(after) <= OURS, after
