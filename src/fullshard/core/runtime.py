@@ -81,7 +81,7 @@ class Runtime:
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.communicator = Communicator(device, lanes)
-        self.scheduler = Scheduler(self._can_prefetch)
+        self.scheduler = Scheduler()
         self.reducer = GradientReducer(self.communicator)
         self.backward = RunningBackward(self._backward_raised)
         self.joined = JoinedCalls(self.scheduler)
@@ -149,10 +149,6 @@ class Runtime:
         for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
             self.reducer.track(work, group.free_unsharded)
 
-    def _can_prefetch(self, number: int) -> bool:
-        unit = self._units.get(number)
-        return unit is not None and unit.place.are_attached(unit)
-
     def update_timeouts(self, *more: CheckPolicy) -> None:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
         self.communicator.update_timeouts([*more, *(unit.options.checks for unit in self.all_units())])
@@ -188,7 +184,7 @@ class Runtime:
         self.forget_deleted()
         if unit.checks.names:
             unit.checks.names = False
-            name_units_in(module, place=True)
+            name_units_in(module, runs=True)
         self.trace.clear()
         self.reducer.read_heartbeats()
         self.communicator.roll_blocks()

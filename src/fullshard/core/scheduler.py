@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -157,6 +157,9 @@ class UnitRecord:
     # what is legal, never what is sent.
     live_graphs: int = 0
 
+    # Forwards of the unit in progress.
+    running: int = 0
+
     # Graphs of calls that ended until this time are not counted, since a reset forgot them.
     since: int = -1
 
@@ -268,10 +271,6 @@ class Stats:
 # --- the scheduler ---
 
 
-def _always(unit: int) -> bool:
-    return True
-
-
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
@@ -292,13 +291,11 @@ class Scheduler:
         stats: counts of all-gathers.
     """
 
-    def __init__(self, can_prefetch: Callable[[int], bool] = _always) -> None:
-        """`can_prefetch`: returns True if a unit may be prefetched, with the same answer on all ranks."""
+    def __init__(self) -> None:
         self.clock = 0
         self.running: list[ForwardCall] = []
         self.stats = Stats()
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
-        self._can_prefetch = can_prefetch
         self._records: dict[int, UnitRecord] = {}
 
         # Outermost forwards begun, backwards begun and backwards ended so far: the number of the current phase.
@@ -350,10 +347,8 @@ class Scheduler:
 
     def is_running(self, unit: int) -> bool:
         """Return True if a forward of the unit is in progress."""
-        for call in self.running:
-            if call.unit == unit:
-                return True
-        return False
+        record = self._records.get(unit)
+        return record is not None and record.running > 0
 
     def running_units(self) -> list[int]:
         """Return the units whose forward is in progress, outermost first."""
@@ -388,6 +383,7 @@ class Scheduler:
         self.clock += 1
         self.running.append(ForwardCall(unit, self.clock, self.clock))
         record = self._records[unit]
+        record.running += 1
         expected = self.forward_order.expect(unit, 1 if record.options.comm.prefetch_bytes is None else _MAX_PREFETCHED)
         in_backward = len(self._entered) > 0
         return actions + self._unshard_and_prefetch(record, expected, record.next_forward, stale=stale, in_backward=in_backward)
@@ -449,7 +445,7 @@ class Scheduler:
                 actions += self._reshard(record)
         record = self._records[unit]
         record.last, record.had_grad = call, grad
-        if not self.is_running(unit):  # a unit may call itself
+        if not record.running:  # a unit may call itself
             actions += self._after_last_forward(record, call, grad)
         return ForwardResult(call, closed, actions)
 
@@ -458,13 +454,12 @@ class Scheduler:
         ended: list[ForwardCall] = []
         for index in range(len(self.running) - 1, -1, -1):
             call = self.running[index]
-            if call.unit == unit:
+            if call.unit == unit or (call.start > since and index == len(self.running) - 1):
                 del self.running[index]
-                ended.append(ForwardCall(unit, call.start, self.clock))
-                return ended
-            if call.start > since and index == len(self.running) - 1:
-                del self.running[index]
+                self._records[call.unit].running -= 1
                 ended.append(ForwardCall(call.unit, call.start, self.clock))
+                if call.unit == unit:
+                    return ended
         raise InternalError(f"Unit {unit} ended a forward that it never began.")
 
     def _after_last_forward(self, record: UnitRecord, call: ForwardCall, grad: bool) -> list[Action]:
@@ -549,7 +544,8 @@ class Scheduler:
         self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
         self._latest = max(self._latest, call.start)
         self._begun.add(call.end)
-        self._not_pending(call)
+        if self._pending.pop(call.end, None) is not None:
+            record.pending_backwards -= 1
         if call.copied:
             return actions
         expected, needed = self._expect_in_backward(call), record.options.in_backward
@@ -611,7 +607,7 @@ class Scheduler:
         self._latest = -1
         actions += self._drop_unused()
         for record in list(self._records.values()):
-            wanted = record.unsharded_by_user or record.stays_after_backward or self.is_running(record.number)
+            wanted = record.unsharded_by_user or record.stays_after_backward or record.running
             over = record.pending_backwards == 0 or record.policy is KeepAfterForward.NEVER
             if record.residency is Residency.FULL and over and not wanted:
                 actions += self._reshard(record)
@@ -721,7 +717,9 @@ class Scheduler:
             self.stats.missed += order.has_left
             actions.append(self._start_unshard(record))
         if record.residency is Residency.GATHERING:
-            actions += self.finish_unshard(unit)
+            self._prefetched.pop(unit, None)
+            record.residency = Residency.FULL
+            actions.append(Wait(unit))
         chosen = self._choose(record, expected, by_user, in_backward=in_backward) if expected or by_user else []
         for other in chosen:
             actions.append(self._start_unshard(self._records[other]))
@@ -735,7 +733,7 @@ class Scheduler:
         budget = record.options.comm.prefetch_bytes  # None: one unit
         for unit in expected if by_user is None else by_user:
             other = self._records.get(unit)
-            if other is None or not self._can_prefetch(unit):
+            if other is None:
                 continue
             is_over = len(self._prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
             if by_user is None and is_over:
@@ -843,6 +841,7 @@ class Scheduler:
         self.backward_order.restart()
         self._pending = {end: call for end, call in self._pending.items() if call.unit not in broken}
         for record in self._records.values():
+            record.running = 0
             if record.number in broken:
                 record.clear()
                 record.pending_backwards = record.live_graphs = 0

@@ -212,7 +212,7 @@ class Unit:
             self.progress.end(module)
             call = scheduler.after_recompute(number, grad=grad)
             return call if grad else None
-        if not scheduler.is_running(number):
+        if not record.running:
             return None  # it raised before it began
         if self.place.is_list and not self._ends_list(module):
             self.progress.end(module)
@@ -228,7 +228,7 @@ class Unit:
             if inner is not None:
                 inner.uninstall()
         # Parameters that stay unsharded leave the modules as well, where callers look for the sharded ones between forwards.
-        if record.residency is Residency.FULL and not record.is_pinned and not scheduler.is_running(number):
+        if record.residency is Residency.FULL and not record.is_pinned and not record.running:
             self.uninstall()
         runtime.run(ended.actions)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
@@ -710,17 +710,17 @@ def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
         raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}'. Call it before or after the block.")
 
 
-def name_units_in(module: nn.Module, *, place: bool = False) -> None:
+def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
     """Name the units below `module` by their path in it; a module around it renames them later.
 
-    place: store their paths as well.
+    runs: True in a forward of `module`, which is the outermost one.
     """
     for name, inner in module.named_modules():
         unit = unit_of(inner)
         if unit is not None and name:
             unit.unit_name.name = clean_name(name) or unit.name
-            if place:
-                unit.place.record_path(module, name)
+            if runs:
+                unit.place.outermost = weakref.ref(module)
 
 
 __all__ = [
