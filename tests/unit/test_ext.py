@@ -89,7 +89,11 @@ def copy_without(feature: str, folder: Path) -> None:
     shutil.copytree(SOURCE, folder / "fullshard")
     (folder / "fullshard" / "ext" / f"{feature}.py").unlink()
     init = folder / "fullshard" / "ext" / "__init__.py"
-    gone = [f"from fullshard.ext.{feature} import", *(f'"{name}",' for name in exported(feature))]
+    gone = [
+        f"from fullshard.ext.{feature} import",
+        f"import fullshard.ext.{feature} ",
+        *(f'"{name}",' for name in exported(feature)),
+    ]
     init.write_text("".join(line for line in init.read_text().splitlines(True) if not line.strip().startswith(tuple(gone))))
 
 

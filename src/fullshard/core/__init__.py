@@ -46,8 +46,6 @@ backward.py            hooks on autograd graphs, and the backward in progress
 Rare features, each called from one place:
 
 recovery.py            finds what an exception or an interrupt broke off, and has the runtime reset it
-join.py                join(): take part in collectives without computing
-joined_calls.py        forward calls that a rank joined, until their backward
 late_grads.py          gradients that arrive without a hook on an output
 finalization.py        backwards that the user ends
 extension.py           tensor subclasses with their own all-gather hooks
@@ -103,7 +101,7 @@ from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.reduction import flat_gradient
 from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of, set_replacement
-from fullshard.core.runtime import Runtime, make_unit
+from fullshard.core.runtime import Listener, Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
@@ -134,8 +132,17 @@ from fullshard.core.sharded_tensor import (
 )
 from fullshard.core.subclasses import values_of
 from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
-from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import ForwardProgress, attach_unit, detach_unit, own_modules, recovered, unit_of, units_of
+from fullshard.core.unit import Unit, refuse_inside_full_params
+from fullshard.core.unit_modules import (
+    ForwardProgress,
+    attach_unit,
+    detach_unit,
+    own_modules,
+    recovered,
+    require_unit,
+    unit_of,
+    units_of,
+)
 from fullshard.core.unit_options import UnitOptions
 
 __all__ = [
@@ -164,6 +171,7 @@ __all__ = [
     "InFlight",
     "KeepAfterForward",
     "Lane",
+    "Listener",
     "ManagedTensors",
     "Message",
     "NodeHooks",
@@ -227,6 +235,7 @@ __all__ = [
     "own_modules",
     "plan_layout",
     "recovered",
+    "refuse_inside_full_params",
     "remark_on_optimizer",
     "remarks_on_sizes",
     "remove_hooks",
@@ -234,6 +243,7 @@ __all__ = [
     "replace_rows",
     "replacement_generation",
     "replacement_of",
+    "require_unit",
     "resolve_mesh",
     "restore_subclass",
     "set_replacement",

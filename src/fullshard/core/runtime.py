@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident, local
@@ -19,13 +19,13 @@ from fullshard.checks.collective_log import CollectiveLog, Fingerprint
 from fullshard.comm.streams import Lane, Work, stream_for
 from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
-from fullshard.core.joined_calls import JoinedCalls
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.recovery import Recovery
 from fullshard.core.reducer import GradientReducer
 from fullshard.core.scheduler import (
     Action,
+    ForwardCall,
     PassBy,
     Reduce,
     Reshard,
@@ -44,6 +44,22 @@ from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
 
 
+class Listener:
+    """Follows the backwards of one runtime, as a member of `Runtime.listeners`. The methods do nothing unless overridden.
+
+    A listener may run actions of the scheduler, as for units whose backward this rank enters without computing.
+    """
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """Act before the backward of `call` begins."""
+
+    def ending_backward(self) -> None:
+        """Act at the end of the outermost backward, before the gradients that are left are reduced."""
+
+    def on_reset(self, units: Container[int]) -> None:
+        """Forget what belongs to these units (by number), since a forward or backward of theirs failed."""
+
+
 class Runtime:
     """Runs the units of one device and one thread, and refers to them weakly.
 
@@ -57,7 +73,7 @@ class Runtime:
         communicator: streams, logs and process groups.
         reducer: gradients between backward and `.grad`.
         backward: the backward in progress, and the units that it entered.
-        joined: forward calls that this rank joined without computing.
+        listeners: follow the backwards (an extension point).
         recovery: cleans up after exceptions and interrupts.
         trace: units that the outermost forward entered (True) and left so far, for `join()`.
         raised_in: the innermost forward that an exception propagated out of, and the text of the exception.
@@ -84,7 +100,7 @@ class Runtime:
         self.scheduler = Scheduler()
         self.reducer = GradientReducer(self.communicator)
         self.backward = RunningBackward(self._backward_raised)
-        self.joined = JoinedCalls(self.scheduler)
+        self.listeners: list[Listener] = []
         self.recovery = Recovery(self)
         self.trace: list[tuple[int, bool]] = []
         self.raised_in: tuple[str, str] | None = None
@@ -300,16 +316,6 @@ class Runtime:
         self.backward.begin(end)
         return True
 
-    def join_backward(self, *, beyond: int) -> None:
-        """Take part in the backward of joined calls that ended after `beyond`, a time of the scheduler's clock; -1 for all."""
-        for joined in self.joined.due(beyond=beyond, lives=self.has_unit):
-            unit = self.unit(joined.unit)
-            if unit is not None:
-                self.backward.units[unit.number] = unit
-                stale = unit.stale_in_backward(first=False)
-                with torch.no_grad():
-                    self.run(self.scheduler.before_backward(joined.call, stale=stale))
-
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
 
@@ -329,9 +335,8 @@ class Runtime:
 
     def _reduce_rest(self) -> None:
         """Reduce what no unit has reduced yet, and decide which gradients to set."""
-        if self.joined.waiting:
-            self.join_backward(beyond=-1)
-        self.joined.end_backward()
+        for listener in tuple(self.listeners):
+            listener.ending_backward()
         self.run(self.scheduler.after_backward())
         units = self.backward.units
         for _, unit in sorted(units.items()):
@@ -383,7 +388,8 @@ class Runtime:
         numbers = {unit.number for unit in units}
         restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
         self.backward.stop()
-        self.joined.drop(numbers)
+        for listener in tuple(self.listeners):
+            listener.on_reset(numbers)
         self.reducer.abort(self.backward.units)
         if everything:
             self.communicator.wait_for_all_streams()
@@ -427,4 +433,4 @@ def make_unit(
     return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
 
 
-__all__ = ["Runtime", "make_unit"]
+__all__ = ["Listener", "Runtime", "make_unit"]

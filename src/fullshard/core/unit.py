@@ -273,9 +273,8 @@ class Unit:
             runtime.recovery.recover()
         first = runtime.begin_backward()
         runtime.backward.units[record.number] = self
-        if runtime.joined.waiting:
-            runtime.joined.backward_reached(call)
-            runtime.join_backward(beyond=call.end)
+        for listener in runtime.listeners:
+            listener.before_backward(call)
         stale = not call.copied and self.stale_in_backward(first=first)
         collects = call.copied or runtime.backward.collects or self._collects()
         if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well

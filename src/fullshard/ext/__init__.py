@@ -6,10 +6,12 @@ The engine (core, comm, checks, frontend, state) imports nothing of this package
 any_failed.py       any_failed(): skip a failed step on all ranks
 gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
+join.py             FSDPModule.join(): take part in collectives without computing
 materialize.py      materialize(): allocate and initialize a model that was built on meta
 undo.py             undo(): plain modules again
 """
 
+import fullshard.ext.join  # noqa: F401  a method of sharded modules
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad

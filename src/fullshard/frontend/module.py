@@ -17,7 +17,6 @@ from fullshard.comm.custom import AllGather, ReduceScatter
 from fullshard.comm.traffic import Message
 from fullshard.core import lint
 from fullshard.core.finalization import Finalization, PendingReduction
-from fullshard.core.join import join
 from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import KeepAfterForward, Stats
@@ -185,30 +184,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         unit = require_unit(self)
         unit.reshard()
-
-    def join(self) -> torch.Tensor:
-        """Run the forward and backward collectives of all units at and below this module, without computing anything.
-
-        Use it on a rank that has no input for a unit that other ranks run: no image for the vision tower, no batch at the end
-        of an epoch, no token for an expert. Call it in place of the forward, at the same point of the program on all ranks.
-        The units below run in the order of this unit's last forward on this rank, or before any forward in the order of
-        registration. The backward collectives run within the next backward of this rank. The gradients are the same as if
-        the loss of this rank did not depend on the unit.
-
-        Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with
-        units below it): they run those units a second time, and this rank cannot join that. Checkpoint each unit separately.
-
-        Returns:
-            A 0-dim zero with a graph. A rank that computes nothing else calls `model.join().backward()`.
-
-        Raises:
-            StateError: inside a backward, or if this unit or a unit below has several modules.
-
-        Example:
-            >>> features = model.vision(images) if images is not None else model.vision.join()      # doctest: +SKIP
-        """
-        unit = require_unit(self)
-        return join(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward of all units at and below this module is the last one of the step.
@@ -720,6 +695,15 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         unit = unit_of(_module(self))  # not `require_unit`: a repr must not wait for collectives, also after an interrupt
         summary = "" if unit is None else unit_summary(unit)
         return f"{own}, {summary}" if own and summary else own or summary
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def sharded_method(function: F) -> F:
+    """Add `function` to the methods of sharded modules under its name (an extension point)."""
+    setattr(FSDPModule, function.__name__, function)
+    return function
 
 
 class _CombinedHandle(GradientReductionHandle):
