@@ -58,7 +58,9 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
-        set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
+        rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
+        # A copy: a view would keep the whole gradient in memory.
+        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone().view(sharding.shard_shape))
     set_replacement(original, sharded)
     parameter.put(sharded)
 
@@ -70,14 +72,6 @@ def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
 
 
 # --- values of callers ---
-
-
-def set_gradient(parameter: ShardedParameter, rows: Tensor | None) -> None:
-    """Set `.grad` of the sharded parameter to a copy of `rows`, or to None. A view would keep a whole gradient in memory."""
-    sharded = parameter.sharded
-    sharded.grad = None
-    if rows is not None:
-        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone().view(parameter.sharding.shard_shape))
 
 
 def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:

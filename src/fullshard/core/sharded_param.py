@@ -333,15 +333,11 @@ class ShardedParameter:
         """Record version and address of the unsharded parameter, before the caller gets access to it."""
         self._exposed = None if self.unsharded is None else (self.unsharded._version, self.unsharded.data_ptr())
 
-    def _is_written(self) -> bool:
-        """Return True if the unsharded parameter was written after `note_version`, and discard that record."""
-        exposed, self._exposed = self._exposed, None
-        now = self.unsharded
-        return exposed is not None and now is not None and exposed != (now._version, now.data_ptr())
-
     def check_unwritten(self) -> None:
-        """Raise StateError if the unsharded parameter was written after `note_version`. Call this before it is freed."""
-        if self._is_written():
+        """Raise StateError, once, if the unsharded parameter was written after `note_version`. Call this before it is freed."""
+        exposed, now = self._exposed, self.unsharded
+        self._exposed = None
+        if exposed is not None and now is not None and exposed != (now._version, now.data_ptr()):
             raise StateError(
                 f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be resharded: it was written while it was "
                 "unsharded by hand, and reshard() would lose the write. Write to it in `with fullshard.full_params(module):`, "

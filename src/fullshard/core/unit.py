@@ -588,10 +588,6 @@ class Unit:
         """Give parameters to another unit. Raise StateError if gradients of this one are in flight, before any change."""
         self.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
         self.invalidate_unsharded()
-        self.drop(gone)
-
-    def drop(self, gone: Sequence[ShardedParameter]) -> None:
-        """Remove parameters from the unit, which holds no unsharded ones, and build the groups again."""
         ids = {id(parameter) for parameter in gone}
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
         self.rebuild_groups([parameter.local for parameter in self.parameters])

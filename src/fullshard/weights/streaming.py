@@ -403,8 +403,7 @@ def _version(entry: ModelEntry) -> int:
     parameter, value = entry.parameter, entry.value
     if parameter is None or value is not None:
         return entry.local._version
-    written: int = parameter.write_count + parameter.sharded._version + parameter.local._version
-    return written
+    return parameter.version
 
 
 def _identity(tensor: Tensor) -> Tensor:
