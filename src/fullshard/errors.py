@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -58,6 +59,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def some_of(names: Sequence[str]) -> str:
+    """Return the first three of `names` in quotes, and the number of the others."""
+    return ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 _SAID: set[str] = set()
 
 
@@ -74,4 +80,13 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str 
         warnings.warn(text, category, stacklevel=2)
 
 
-__all__ = ["InternalError", "StateError", "check_bool", "check_float_dtype", "check_int", "printable", "warn_once"]
+__all__ = [
+    "InternalError",
+    "StateError",
+    "check_bool",
+    "check_float_dtype",
+    "check_int",
+    "printable",
+    "some_of",
+    "warn_once",
+]

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import StateError, fully_shard
-from fullshard.core.value_sync import digest
+from fullshard.core import digest
 
 
 def text_of(error: type[Exception], fn: Callable[[], Any]) -> str:

@@ -89,12 +89,9 @@ def copy_without(feature: str, folder: Path) -> None:
     shutil.copytree(SOURCE, folder / "fullshard")
     (folder / "fullshard" / "ext" / f"{feature}.py").unlink()
     init = folder / "fullshard" / "ext" / "__init__.py"
-    gone = [
-        f"from fullshard.ext.{feature} import",
-        f"import fullshard.ext.{feature} ",
-        *(f'"{name}",' for name in exported(feature)),
-    ]
-    init.write_text("".join(line for line in init.read_text().splitlines(True) if not line.strip().startswith(tuple(gone))))
+    imports = [f"from fullshard.ext.{feature} import", f"import fullshard.ext.{feature}\n"]
+    gone = [*imports, *(f'"{name}",' for name in exported(feature))]
+    init.write_text("".join(line for line in init.read_text().splitlines(True) if not line.lstrip().startswith(tuple(gone))))
 
 
 @pytest.fixture(scope="module")

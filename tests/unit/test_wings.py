@@ -31,11 +31,11 @@ BELOW = {  # a package, and those that it may import
     "state": {"core"},
     "optim": {"core"},
     "frontend": {"comm", "checks", "core", "state", "optim"},
-    "ext": {"comm", "checks", "core", "state", "optim", "frontend"},
+    "ext": {"comm", "checks", "core", "state", "optim", "frontend", "wrap"},
     "wrap": {"core", "frontend"},
     "fsdp1": {"core", "state", "optim", "frontend", "ext", "wrap"},
     "tools": {"core", "optim", "frontend", "ext", "wrap"},
-    "weights": {"core", "state", "wrap"},
+    "weights": {"core", "state", "wrap", "ext"},
     "foresight": {"core", "state", "optim", "frontend", "wrap"},
 }
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path.stem != "__init__")

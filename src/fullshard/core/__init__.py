@@ -25,7 +25,7 @@ heartbeat.py           the all-reduce at the end of a synchronized backward
 communicator.py        streams, process groups, and the log of collectives
 collectives_pool.py    the collectives of process groups, one object per group and role
 agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
-copies.py              comparison of what a call computes or writes once, over all ranks of the largest mesh
+copies.py              digests of values; comparison of what a call computes or writes once, over all ranks of the largest mesh
 
 One parameter, one layout, one mesh:
 
@@ -42,6 +42,7 @@ unit_modules.py        the modules of a unit: their place in the model, their ho
 hooks.py               module, autograd and state-dict hooks, which call the unit
 unit_options.py        UnitOptions: the options of one unit, resolved
 backward.py            hooks on autograd graphs, and the backward in progress
+extension_points.py    functions that features outside of the engine add, called for every unit
 
 Rare features, each called from one place:
 
@@ -51,10 +52,6 @@ finalization.py        backwards that the user ends
 extension.py           tensor subclasses with their own all-gather hooks
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 replaced_parameters.py parameters from before sharding, and the ones that replaced them
-value_sync.py          values of all ranks: compared in the first forward, or broadcast
-meta_init.py           memory that nothing wrote before the first forward
-uninitialized.py       finds tensors whose memory was never written
-lint.py                parameters that no unit reduces; warnings about waste
 """
 
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed
@@ -66,8 +63,9 @@ from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall, abort_groups
-from fullshard.core.copies import agreement_of_all, find_difference
+from fullshard.core.copies import agreement_of_all, digest, find_difference
 from fullshard.core.extension import needs_own_group
+from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.heartbeat import message_length
 from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
@@ -85,18 +83,8 @@ from fullshard.core.layout import (
     plan_layout,
     staging_limit,
 )
-from fullshard.core.lint import (
-    added_parameters,
-    is_ignored,
-    numel_of,
-    remark_on_optimizer,
-    remarks_on_sizes,
-    some_of,
-    units_below,
-)
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh, subgroup_of
-from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
-from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect
+from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.reduction import flat_gradient
@@ -108,6 +96,7 @@ from fullshard.core.scheduler import (
     KeepAfterForward,
     Reduce,
     Reshard,
+    Residency,
     SaveSubgroupShard,
     Scheduler,
     UnitRecord,
@@ -131,7 +120,6 @@ from fullshard.core.sharded_tensor import (
     use_plain_dtensor,
 )
 from fullshard.core.subclasses import values_of
-from fullshard.core.uninitialized import UninitializedTensors, is_marked, mark_tensor
 from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_modules import (
     ForwardProgress,
@@ -146,10 +134,13 @@ from fullshard.core.unit_modules import (
 from fullshard.core.unit_options import UnitOptions
 
 __all__ = [
+    "ALLOCATION",
+    "BEFORE_STATE_DICT",
     "LARGE_MESSAGE",
     "LOGICAL",
     "MIN_CHUNK",
     "MIN_MESSAGE",
+    "UNIT_CREATED",
     "Action",
     "Agreement",
     "AllGather",
@@ -175,6 +166,7 @@ __all__ = [
     "ManagedTensors",
     "Message",
     "NodeHooks",
+    "Originals",
     "ParamGroup",
     "ParamRef",
     "ParamSharding",
@@ -184,6 +176,7 @@ __all__ = [
     "ReduceScatter",
     "ReductionLayout",
     "Reshard",
+    "Residency",
     "Runtime",
     "SaveSubgroupShard",
     "Scheduler",
@@ -193,7 +186,6 @@ __all__ = [
     "Slice",
     "Slot",
     "StartedWork",
-    "UninitializedTensors",
     "Unit",
     "UnitName",
     "UnitOptions",
@@ -202,7 +194,6 @@ __all__ = [
     "Wait",
     "Work",
     "abort_groups",
-    "added_parameters",
     "agreement_of_all",
     "all_gather_full",
     "all_gather_unsharded",
@@ -216,28 +207,23 @@ __all__ = [
     "collectives_for",
     "current_parameter",
     "detach_unit",
+    "digest",
     "find_difference",
     "flat_gradient",
     "full_tensor",
     "has_few_rows",
     "install_hooks",
     "is_ignored",
-    "is_marked",
     "like_shard",
     "listed",
     "logical_parameters",
     "make_unit",
-    "mark_tensor",
-    "mark_unwritten",
     "message_length",
     "needs_own_group",
-    "numel_of",
     "own_modules",
     "plan_layout",
     "recovered",
     "refuse_inside_full_params",
-    "remark_on_optimizer",
-    "remarks_on_sizes",
     "remove_hooks",
     "remove_hooks_from_copies",
     "replace_rows",
@@ -248,17 +234,14 @@ __all__ = [
     "restore_subclass",
     "set_replacement",
     "shard_of",
-    "some_of",
     "staging_limit",
     "store_shard",
     "stream_for",
     "subgroup_of",
     "tensors_in",
-    "tensors_on_meta",
     "to_local",
     "together",
     "unit_of",
-    "units_below",
     "units_of",
     "unsharded_like",
     "use_plain_dtensor",

@@ -19,6 +19,7 @@ from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitN
 from fullshard.comm.base import Collectives, StartedWork
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis, group_of
+from fullshard.core.subclasses import plain_parts
 from fullshard.errors import printable
 
 KIND = "talk"  # `Message.kind` of these collectives, which users see in `counting()`
@@ -266,7 +267,7 @@ class Agreement(Ranks):
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the first rank's values to all ranks, in place.
+        """Copy the first rank's values to all ranks, in place, except on meta.
 
         torch's own broadcast sends each value once, while an all-reduce would send it twice. Its messages carry no tags, so a
         barrier first makes sure that all ranks are in this call.
@@ -274,8 +275,9 @@ class Agreement(Ranks):
         if not self.groups:
             return
         self.barrier()
-        for tensor in tensors:
-            mine = tensor.detach()
+        for mine in (part.detach() for tensor in tensors for part in plain_parts(tensor)):
+            if mine.device.type == "meta":
+                continue
             moved = mine.to(self.device).contiguous()
             message = moved.view(-1).view(torch.uint8)  # backends send bytes in any dtype
             for group in self.groups:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fullshard import _torch
-from fullshard.core import lint
 from fullshard.core.backward import BackwardHook, NodeHooks
+from fullshard.core.extension_points import BEFORE_STATE_DICT
 from fullshard.core.late_grads import hook_late_grads
-from fullshard.core.meta_init import warn_if_unwritten
 from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import like_shard
 from fullshard.core.sharded_tensor import restore_subclass
@@ -102,8 +101,6 @@ class ForwardHooks:
         """Unshard the parameters before forward, move the inputs of the outermost unit to the device, and cast inputs."""
         unit = self._unit
         try:
-            if unit.checks.forward or (unit.checks.training and torch.is_grad_enabled()):
-                lint.check_before_forward(unit, module)
             unit.pre_forward(module)
         except BaseException as failure:
             self._recovery.note_interrupt(failure)
@@ -181,8 +178,8 @@ class StateHooks:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="state_dict()")
-        if self._unit.checks.uninitialized is not None:
-            warn_if_unwritten(self._unit)
+        for notify in BEFORE_STATE_DICT:
+            notify(self._unit)
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any

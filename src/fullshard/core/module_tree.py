@@ -36,6 +36,19 @@ class ManagedTensors:
     buffers: list[tuple[str, Slot, Tensor]]
 
 
+_IGNORED = "_fullshard_ignored"  # attribute of a parameter: it is in `ignored_params`
+
+
+def mark_ignored(parameter: nn.Parameter) -> None:
+    """Mark a parameter that the user excluded from sharding."""
+    parameter.__dict__[_IGNORED] = True
+
+
+def is_ignored(tensor: Tensor) -> bool:
+    """Return True if the user excluded the tensor from sharding (`ignored_params`)."""
+    return _IGNORED in tensor.__dict__
+
+
 def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return `modules` without duplicates and without submodules of other modules in the list."""
     unique = list(dict.fromkeys(modules))

@@ -198,8 +198,8 @@ class Runtime:
         self.raised_in = None
         restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
         self.forget_deleted()
-        if unit.checks.names:
-            unit.checks.names = False
+        if not unit.names_units:
+            unit.names_units = True
             name_units_in(module, runs=True)
         self.trace.clear()
         self.reducer.read_heartbeats()
@@ -254,7 +254,7 @@ class Runtime:
 
     def _unshard(self, unit: Unit) -> None:
         """Start the all-gathers of a unit."""
-        if unit.checks.gathers:
+        if not unit.gathers_decided:
             unit.decide_gathers()
         action = "backward gather" if self.backward.underway else "forward gather"
         works: list[tuple[ParamGroup, Work]] = []

@@ -23,7 +23,6 @@ from fullshard.policies import GradDtype
 if TYPE_CHECKING:
     from fullshard.core.param_group import ParamGroup
     from fullshard.core.unit import Unit
-    from fullshard.core.value_sync import InitialValues
 
 
 def _nothing() -> None:
@@ -116,12 +115,12 @@ class ShardedParameter:
         unsharded: the unsharded parameter that modules compute with, in the group's unsharded buffer; None before the first
             all-gather.
         write_count: number of writes to the shard that no version counter shows.
+        rebuilt: the part of `version` by groups that were built again, which write nothing.
         unit: a weak reference to its unit; it returns None before the unit is complete, and once it is deleted.
         group: a weak reference to its group, the same object for all parameters of the group.
         unit_name: name of the unit.
         local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
         grad_dtype: dtype of `.grad`, if the caller set one.
-        initial: what this rank sharded, until the first forward compares the ranks; None if nothing is compared.
         keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
     """
 
@@ -130,11 +129,11 @@ class ShardedParameter:
         "_exposed",
         "grad_dtype",
         "group",
-        "initial",
         "keeps_dtype",
         "local",
         "local_grad",
         "name",
+        "rebuilt",
         "sharded",
         "sharding",
         "slots",
@@ -171,8 +170,7 @@ class ShardedParameter:
         self.spec = sharding.spec(original.dtype)
         self.unsharded: nn.Parameter | None = None
         self.local_grad: Tensor | None = None
-        self.write_count = 0
-        self.initial: InitialValues | None = None
+        self.write_count = self.rebuilt = 0
         self.unit: Callable[[], Unit | None] = _nothing
         self.group: Callable[[], ParamGroup | None] = _nothing
         self.unit_name = UnitName("")
@@ -223,7 +221,7 @@ class ShardedParameter:
 
     def bind_to_flat_shard(self, local: Tensor) -> None:
         """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
-        unwritten = self.initial is not None and self.initial.version == self.version
+        version = None if self.sharded.is_inference() else self.version
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
         if local is not self.local:  # so that the sum in `shard_versions` never returns to an old value
@@ -241,8 +239,8 @@ class ShardedParameter:
         if self.grad_dtype.explicit:  # the swap discarded it
             _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
-        if self.initial is not None and unwritten:  # a group that is built again writes nothing
-            self.initial.version = self.version
+        if version is not None:
+            self.rebuilt += self.version - version
 
     def adopt_grad_dtype(self) -> bool:
         """Take over the `grad_dtype` that the caller set on the sharded parameter. Return True if it is a new one."""

@@ -6,7 +6,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import _torch
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -27,6 +30,13 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
         names = [name for cls in type(tensor).__mro__ for name in _slots(cls)] + list(vars(tensor))
     parts = [getattr(tensor, name, None) for name in names]
     return [inner for part in parts if isinstance(part, Tensor) and part is not tensor for inner in inner_tensors(part)]
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a parameter or buffer of this rank consists of; for a DTensor those of its local tensor."""
+    if isinstance(tensor, DTensor):
+        tensor = _torch.local_tensor(tensor.detach())
+    return inner_tensors(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -92,4 +102,13 @@ def become(target: Tensor, source: Tensor) -> None:
         setattr(target, name, getattr(source, name))
 
 
-__all__ = ["become", "exact_copy", "inner_tensors", "is_plain", "take_attributes", "values_of", "version_of_memory"]
+__all__ = [
+    "become",
+    "exact_copy",
+    "inner_tensors",
+    "is_plain",
+    "plain_parts",
+    "take_attributes",
+    "values_of",
+    "version_of_memory",
+]

@@ -15,37 +15,23 @@ from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
 from fullshard.core.extension import check_extension, needs_own_group
+from fullshard.core.extension_points import FirstUse
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.meta_init import check_written
 from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.uninitialized import UninitializedTensors
 from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
-from fullshard.core.value_sync import compare_values
 from fullshard.errors import StateError, warn_once
 from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
     from fullshard.core.finalization import PendingReduction
     from fullshard.core.runtime import Runtime
-
-
-@dataclass(slots=True, eq=False)
-class PendingChecks:
-    """Checks of one unit that are due before its next forward, or its next all-gather."""
-
-    forward: bool = True  # parameters that a forward writes
-    training: bool = True  # added parameters, and a root with most of the parameters, in the first forward with grad
-    names: bool = True  # names and paths of the units below, if the unit is the outermost one
-    gathers: bool = True  # how each parameter is all-gathered
-    values: bool = False  # whether ranks that must have equal values do
-    uninitialized: UninitializedTensors | None = None  # memory that nothing has written yet
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +88,12 @@ class Unit:
         self.place = UnitModules(modules)
         self.progress = ForwardProgress()
         self.exposure = Exposure()
-        self.checks = PendingChecks()
+        # Checks that the next forward runs before it unshards, in order.
+        self.first_use: list[FirstUse] = []
+        # Whether `decide_gathers` ran since the groups were built.
+        self.gathers_decided = False
+        # Whether the units below have their names in this one, since it was the outermost one of a forward.
+        self.names_units = False
         # From `finalize_backward(async_op=True)` to `wait()`.
         self.pending: PendingReduction | None = None
         # Where the parameters are, and what the scheduler expects of the unit.
@@ -144,8 +135,10 @@ class Unit:
             runtime.recovery.recover()
         self._refuse_illegal_forward(module)
         if _torch.current_graph_task() != -1:
-            self._begin_recomputation()
-        elif not (self.place.is_list and runtime.scheduler.is_running(self.record.number)):  # or a later module of a list
+            self._begin_recomputation(module)
+        elif self.place.is_list and runtime.scheduler.is_running(self.record.number):  # a later module of a list
+            self.check_first_use(module)
+        else:
             self.begin_forward(module)
             if self.place.is_list:
                 self.progress.begin_list(self.place)
@@ -178,12 +171,8 @@ class Unit:
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if not scheduler.running:
             runtime.begin_outermost_forward(self, module)
-        if self.checks.uninitialized is not None:
-            self.refresh()
-            check_written(self)
-        if self.checks.values:
-            compare_values(self)
-        self.checks.uninitialized = None  # if a check raised, the next forward runs them again
+        if self.first_use:
+            self.check_first_use(module)
         stale = False
         # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
         if record.residency is not Residency.SHARDED:
@@ -192,9 +181,25 @@ class Unit:
         runtime.trace.append((record.number, True))
         runtime.run(scheduler.before_forward(record.number, stale=stale))
 
-    def _begin_recomputation(self) -> None:
+    def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
+        """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
+
+        `first`: before them, for a check of this rank alone.
+        """
+        others = [one for one in self.first_use if one != check]
+        self.first_use = [check, *others] if first else [*others, check]
+
+    def check_first_use(self, module: nn.Module) -> None:
+        """Run the checks that are due, in order. One that raises is due again in the next forward, and those behind it."""
+        for check in self.first_use:
+            if not check(self, module):
+                self.first_use = [one for one in self.first_use if one != check]
+
+    def _begin_recomputation(self, module: nn.Module) -> None:
         """Unshard for a forward inside of backward (activation checkpointing)."""
         runtime, number = self.runtime, self.record.number
+        if self.first_use:
+            self.check_first_use(module)
         stale = self.stale_in_backward(first=runtime.begin_backward())
         runtime.backward.units[number] = self
         runtime.run(runtime.scheduler.before_recompute(number, stale=stale))
@@ -630,7 +635,7 @@ class Unit:
         for group in groups:
             group.bind_parameters()
             group.keep_memory(self.options.keep_memory)
-        self.groups, self.checks.gathers = groups, True
+        self.groups, self.gathers_decided = groups, False
         self.runtime.update_timeouts()
         unit = weakref.ref(self)
         for group in groups:
@@ -680,7 +685,7 @@ class Unit:
             needs_own_group(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
-        self.checks.gathers = False
+        self.gathers_decided = True
 
     @property
     def unsharded_memory(self) -> int:
@@ -720,7 +725,6 @@ def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
 
 __all__ = [
     "Exposure",
-    "PendingChecks",
     "Unit",
     "name_units_in",
     "refuse_inside_full_params",

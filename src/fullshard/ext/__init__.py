@@ -1,17 +1,24 @@
 """Rare features beside the engine, each one a file that can be deleted together with its lines here.
 
 The engine (core, comm, checks, frontend, state) imports nothing of this package. A feature imports `fullshard.core`, `checks`,
-`comm`, `state`, `optim` and `frontend`, or attaches at an extension point of the engine: docs/architecture.md lists them.
+`comm`, `state`, `optim`, `frontend` and `wrap`, or attaches at an extension point of the engine, which docs/architecture.md
+lists.
 
 any_failed.py       any_failed(): skip a failed step on all ranks
+equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
 gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
 join.py             FSDPModule.join(): take part in collectives without computing
 materialize.py      materialize(): allocate and initialize a model that was built on meta
+remarks.py          errors and warnings before the first forward: added parameters, max_norm, a large root
 undo.py             undo(): plain modules again
+unwritten.py        memory that `to_empty()` or `load_weights()` left without values is found in the first forward
 """
 
-import fullshard.ext.join  # noqa: F401  a method of sharded modules
+import fullshard.ext.equal_values
+import fullshard.ext.join
+import fullshard.ext.remarks
+import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad

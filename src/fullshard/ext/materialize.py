@@ -9,14 +9,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
+from fullshard import _torch, ext
 from fullshard.core import (
     Agreement,
     ShardAxis,
     ShardedParameter,
     Unit,
-    is_marked,
-    mark_tensor,
     replace_rows,
     resolve_mesh,
     units_of,
@@ -145,8 +143,10 @@ def _fill(
         raise
     initialized = {key: parameters[key] for key in meta_parameters}
     dot = f"{name}." if name else ""
-    without_values = [f"parameter '{dot}{key}'" for key in meta_parameters if key not in tied and is_marked(initialized[key])]
-    without_values += [f"buffer '{dot}{key}'" for key in meta_buffers if is_marked(buffers[key])]
+    without_values = [
+        f"parameter '{dot}{key}'" for key in meta_parameters if key not in tied and ext.unwritten.is_marked(initialized[key])
+    ]
+    without_values += [f"buffer '{dot}{key}'" for key in meta_buffers if ext.unwritten.is_marked(buffers[key])]
     # The sharded parameters stay registered, on meta until `_keep_value` replaces their shards.
     parameters.update(meta_parameters)
     if without_values:
@@ -177,12 +177,12 @@ def _allocate(
     allocated: dict[int, nn.Parameter] = {}  # by id of the meta parameter, since a module may tie its own parameters
     for key, parameter in meta_parameters.items():
         if id(parameter) not in allocated:
-            full = mark_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+            full = ext.unwritten.mark_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
             allocated[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
         parameters[key] = allocated[id(parameter)]
     for key, buffer in meta_buffers.items():
         if id(buffer) not in filled:
-            filled[id(buffer)] = mark_tensor(torch.empty_like(buffer, device=device))
+            filled[id(buffer)] = ext.unwritten.mark_tensor(torch.empty_like(buffer, device=device))
         buffers[key] = filled[id(buffer)]
 
 

@@ -17,9 +17,8 @@ from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
 from fullshard.core.extension import missing_extension_method, needs_own_group, own_shard
-from fullshard.core.lint import mark_ignored
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, check_order, resolve_mesh
-from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, roots_of
+from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
@@ -29,7 +28,6 @@ from fullshard.core.subclasses import is_plain
 from fullshard.core.unit import name_units_in
 from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.value_sync import SYNCS, InitialValues, broadcast, find_partly_on_meta, initial_values
 from fullshard.errors import warn_once
 from fullshard.frontend.fsdp2_state import UnitView, view_of
 from fullshard.frontend.module import parse_reshard_after_forward, sharded_class
@@ -49,6 +47,8 @@ from fullshard.state.class_swap import install_unit
 from fullshard.state.ties import Ties, find_ties
 
 M = TypeVar("M", bound=nn.Module)
+
+_SYNCS = ("check", "broadcast", "off")
 
 
 @overload
@@ -184,7 +184,6 @@ def _shard(
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
     with torch.no_grad():
-        initial = [] if options.sync == "off" else found.initial_values(options)
         new = [
             ShardedParameter(ref, how, keeps_dtype=keeps) for ref, how, keeps in zip(refs, found.shardings, found.keep_dtype)
         ]
@@ -194,10 +193,8 @@ def _shard(
         found.ties.install()
     for left_alone in ignored:
         mark_ignored(left_alone)
-    for parameter, values in zip(new, initial):
-        parameter.initial, values.version = values, parameter.version
-    unit.checks.values = options.sync != "off"
-    install_unit(unit, sharded_class, UnitView, found.managed.modules)
+    originals = {parameter: ref.parameter for parameter, ref in zip(new, refs)}
+    install_unit(unit, sharded_class, UnitView, found.managed.modules, originals)
     for root in unit.modules:
         name_units_in(root)
 
@@ -233,8 +230,8 @@ class _ResolvedArguments:
         sync: str = "check",
     ) -> _ResolvedArguments:
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
-        if sync not in SYNCS:
-            raise ValueError(f"sync must be one of {SYNCS}, got {sync!r}.")
+        if sync not in _SYNCS:
+            raise ValueError(f"sync must be one of {_SYNCS}, got {sync!r}.")
         for name, value, kind in (
             ("comm_policy", comm_policy, CommPolicy),
             ("check_policy", check_policy, CheckPolicy),
@@ -284,20 +281,6 @@ class _Inspection:
     refs: list[ParamRef]  # the parameters to shard
     shardings: list[ParamSharding]  # one per entry of `refs`
     keep_dtype: list[bool]  # one per entry of `refs`: True to all-gather it in its own dtype, whatever the policy
-
-    def initial_values(self, options: UnitOptions) -> list[InitialValues]:
-        """Return what this rank is about to shard, for the comparison of ranks; one per entry of `refs`."""
-        # This option decides which collectives start. Each all-gather compares the other options.
-        kept = "" if options.subgroup_size is None else f", reshard_after_forward={options.subgroup_size}"
-        found: list[InitialValues] = []
-        for ref, keeps, sharding in zip(self.refs, self.keep_dtype, self.shardings):
-            tensor = ref.parameter
-            explicit, grad_dtype = _torch.grad_dtype_of(tensor)
-            description = f"'{ref.name}' {tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' frozen'}"
-            description += f"{' not cast' if keeps else ''}{f' with grad_dtype {grad_dtype}' if explicit else ''}"
-            description += f"{f' sharded along dim {sharding.dim}' if sharding.dim else ''}{kept}"
-            found.append(initial_values(description, tensor, sharding))
-        return found
 
 
 def _inspect(
@@ -382,14 +365,15 @@ def _broadcast_values(found: _Inspection, agreement: Agreement) -> None:
         where = axis if sharding.axis.is_replicated else sharding.axis
         sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
     for where, named in sets.values():
-        partly = find_partly_on_meta(named, agreement.on_axis(where))
+        on_meta = torch.tensor([[tensor.device.type == "meta"] for _, tensor in named], dtype=torch.uint8, device="cpu")
+        partly = agreement.on_axis(where).first_unequal(on_meta) if named else None
         if partly is not None:
             raise ValueError(
-                f"sync='broadcast' cannot be applied: {partly} is on meta on some ranks and not on others. Call to_empty() on "
-                "the ranks with meta tensors first."
+                f"sync='broadcast' cannot be applied: {named[partly][0]} is on meta on some ranks and not on others. Call "
+                "to_empty() on the ranks with meta tensors first."
             )
     for where, named in sets.values():
-        broadcast([tensor for _, tensor in named], agreement.on_axis(where))
+        agreement.on_axis(where).broadcast(tensor for _, tensor in named)
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.comm.custom import AllGather, ReduceScatter
 from fullshard.comm.traffic import Message
-from fullshard.core import lint
+from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.finalization import Finalization, PendingReduction
-from fullshard.core.meta_init import mark_unwritten, tensors_on_meta
+from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import KeepAfterForward, Stats
 from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import recovered, require_unit, unit_of, units_of
+from fullshard.core.unit_modules import own_modules, recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, check_bool, check_int, warn_once
 from fullshard.frontend import forward_methods
 from fullshard.frontend.fsdp2_state import UnitView
@@ -772,9 +772,12 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
                 )
             below.check_delivered(doing="a change of dtype or device")
     unit.ensure_sharded(doing="moving or casting")
-    fresh = tensors_on_meta(unit) if _torch.allocates(fn) else None
+    allocates = _torch.allocates(fn)
+    unwritten = {id(parameter) for parameter in unit.parameters if allocates and parameter.local.device.type == "meta"}
+    allocated = [begin(unit) for begin in ALLOCATION if allocates]
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
-    ignored = list(lint.ignored_slots(unit))
+    tables = [_torch.parameters_of(inner) for root in unit.modules for inner in own_modules(root)]
+    ignored = [(table, name) for table in tables for name, one in table.items() if one is not None and is_ignored(one)]
     gradients = _taken_gradients(unit)
     try:
         yield
@@ -785,16 +788,16 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     for parameter, had in zip(unit.parameters, attributes):  # torch swaps the contents of DTensors, attributes included
         for key, value in had.items():
             parameter.sharded.__dict__.setdefault(key, value)
-    for held, name in ignored:  # a parameter from meta is a new object now
-        if (again := held[name]) is not None:
-            lint.mark_ignored(again)
-    unit.refresh(() if fresh is None else fresh.parameter_ids)
+    for table, name in ignored:  # a parameter from meta is a new object now
+        if (again := table[name]) is not None:
+            mark_ignored(again)
+    unit.refresh(unwritten)
     for parameter, gradient in gradients:
         local = _torch.local_tensor(gradient).to(parameter.local.device)
         _torch.set_grad_dtype(parameter.sharded, parameter.grad_dtype.dtype)
         parameter.sharded.grad = parameter.dtensor_like_shard(local)
-    if fresh is not None:
-        mark_unwritten(unit, fresh)
+    for notify in allocated:
+        notify()
 
 
 def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
@@ -802,7 +805,7 @@ def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
     taken: list[tuple[ShardedParameter, Any]] = []
     for parameter in unit.parameters:
         if parameter.adopt_grad_dtype():
-            unit.checks.gathers = True
+            unit.gathers_decided = False
         gradient = parameter.sharded.grad
         if parameter.grad_dtype.explicit and isinstance(gradient, DTensor):
             taken.append((parameter, gradient))

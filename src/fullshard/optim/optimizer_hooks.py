@@ -22,20 +22,20 @@ from fullshard.core import (
     is_ignored,
     like_shard,
     logical_parameters,
-    remark_on_optimizer,
     replacement_generation,
     replacement_of,
     restore_subclass,
     shard_of,
     use_plain_dtensor,
 )
-from fullshard.errors import StateError, warn_once
+from fullshard.errors import StateError, some_of, warn_once
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon, splits_of
 from fullshard.optim.step_entries import StepEntries
 from fullshard.optim.whole_view import has_whole_view
+from fullshard.policies import LintWarning
 
 _CACHE = "_fullshard_optimizer_cache"  # attribute of an optimizer: its _OptimizerCache
 
@@ -124,8 +124,17 @@ def _warn_of_plain_parameters(optimizer: torch.optim.Optimizer) -> None:
             if type(parameter) is nn.Parameter and parameter.grad is not None and not is_ignored(parameter):
                 plain.append(name)
         units += [unit for p in logical_parameters(group["params"])[:1] if (unit := p.unit()) is not None]
-    if plain and units:
-        remark_on_optimizer(units[0], plain)
+    if not plain or not units:
+        return
+    unit = units[0]
+    silent = "optimizer" in unit.options.checks.silence
+    if not silent and unit.axis.ranks * unit.axis.replica_count > 1 and unit.axis.is_first_rank:
+        warn_once(
+            f"An optimizer steps sharded parameters and {len(plain)} plain ones ({some_of(plain)}), whose gradients no unit "
+            "reduces, so each rank trains its own copy. Call fully_shard() on the module that holds them, for example the "
+            "outermost one.",
+            LintWarning,
+        )
 
 
 class _OptimizerCache:

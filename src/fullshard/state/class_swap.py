@@ -13,6 +13,8 @@ from torch import nn
 
 from fullshard import _torch
 from fullshard.core import (
+    UNIT_CREATED,
+    Originals,
     ParamRef,
     ParamSharding,
     ShardAxis,
@@ -40,8 +42,17 @@ def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
     return cls
 
 
-def install_unit(unit: Unit, wrap_class: ClassMap, view_of: ViewMap, managed: Iterable[nn.Module]) -> None:
-    """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class."""
+def install_unit(
+    unit: Unit,
+    wrap_class: ClassMap,
+    view_of: ViewMap,
+    managed: Iterable[nn.Module] = (),
+    originals: Originals | None = None,
+) -> None:
+    """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class.
+
+    `originals`: the parameters that it sharded, with what they were before; None for a copy of a unit.
+    """
     attach_unit(unit)
     install_hooks(unit)
     view = view_of(unit)
@@ -50,6 +61,8 @@ def install_unit(unit: Unit, wrap_class: ClassMap, view_of: ViewMap, managed: It
     for root in unit.modules:
         _torch.attach_state(root, view)
         root.__class__ = wrap_class(type(root))
+    for notify in UNIT_CREATED:
+        notify(unit, originals)
 
 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
@@ -169,7 +182,7 @@ def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap, view_of: ViewMap
             unit.unit_name.name = unit_snapshot.name
             for parameter in rebuilt:
                 parameter.put(parameter.sharded)
-        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, view_of, ())
+        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, view_of)
     return parts.root
 
 

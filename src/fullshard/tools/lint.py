@@ -6,18 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fullshard.core import (
-    Unit,
-    added_parameters,
-    clean_name,
-    is_ignored,
-    numel_of,
-    remarks_on_sizes,
-    some_of,
-    unit_of,
-    units_below,
-)
-from fullshard.errors import StateError
+from fullshard import ext
+from fullshard.core import Unit, clean_name, is_ignored, unit_of, units_of
+from fullshard.errors import StateError, some_of
+from fullshard.wrap.sizes import remarks_on_sizes, sizes_of
 
 
 def lint(model: nn.Module) -> list[str]:
@@ -39,10 +31,10 @@ def lint(model: nn.Module) -> list[str]:
         >>> for remark in fullshard.lint(model):                                              # doctest: +SKIP
         ...     print(remark)
     """
-    units = units_below(model)
+    units = units_of(model, True)
     if not units:
         raise StateError(f"{type(model).__name__} contains no sharded module. Call fully_shard() first.")
-    sizes = [(unit.name, numel_of(unit)) for unit in units]
+    sizes = sizes_of(units)
     if unit_of(model) is None:
         sizes.insert(0, ("", 0))  # the outermost unit has nothing
     return [*remarks_on_sizes(sizes), *_padding(units), *_unreduced(model, units), *_prefetches(units[0])]
@@ -64,7 +56,7 @@ def _padding(units: list[Unit]) -> Iterator[str]:
 def _unreduced(model: nn.Module, units: list[Unit]) -> Iterator[str]:
     """Yield remarks on trainable parameters whose gradients no unit reduces: each rank trains its own copy."""
     for unit in units:
-        if unit.axis.ranks * unit.axis.replica_count > 1 and (added := added_parameters(unit)):
+        if unit.axis.ranks * unit.axis.replica_count > 1 and (added := ext.remarks.added_parameters(unit)):
             yield (
                 f"Parameters ({some_of(added)}) were added to unit '{unit.name}' after fully_shard(), so each rank trains them "
                 "alone. Add them before, or call fully_shard() on the module that holds them."

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard import _torch
-from fullshard.core import UninitializedTensors, Unit, logical_parameters, mark_unwritten, own_modules, tensors_on_meta
+from fullshard import _torch, ext
+from fullshard.core import Unit, logical_parameters, own_modules
 from fullshard.policies import CPUOffloadPolicy
 
 
@@ -18,9 +18,9 @@ class AllocatedTensors:
     """The tensors that are on meta when this is made: those of each unit, and tensors outside all units."""
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
-        self._by_unit = [(unit, tensors_on_meta(unit)) for unit in units]
+        self._by_unit = [(unit, ext.unwritten.tensors_on_meta(unit)) for unit in units]
         of_units = {id(module) for unit in units for module in _modules_of(unit)}
-        self._others = UninitializedTensors([], list(_unmanaged_on_meta(model, of_units)))
+        self._others = ext.unwritten.UnwrittenTensors([], list(_unmanaged_on_meta(model, of_units)))
 
     def allocate(self, model: nn.Module) -> None:
         """Allocate memory for them: shards on the device of their unit, other tensors on the device of the mesh."""
@@ -48,7 +48,7 @@ class AllocatedTensors:
         for unit, fresh in self._by_unit:
             left = fresh.without(written)
             if left.names():
-                mark_unwritten(unit, left, "load_weights() allocated")
+                _mark_unit(unit, left, "load_weights() allocated")
         _mark_unmanaged(self._others.without(written), "load_weights() allocated")
 
     def mark_all(self, model: nn.Module, intact: Container[int]) -> None:
@@ -63,7 +63,7 @@ class AllocatedTensors:
             modules = list(_modules_of(unit))
             of_units.update(map(id, modules))
             buffers = list(dict.fromkeys([*_buffers(modules), *fresh.buffers]))
-            mark_unwritten(unit, UninitializedTensors(list(unit.parameters), buffers).without(intact), _PARTLY_WRITTEN)
+            _mark_unit(unit, ext.unwritten.UnwrittenTensors(list(unit.parameters), buffers).without(intact), _PARTLY_WRITTEN)
         plain = [
             (weakref.ref(module), name)
             for module in model.modules()
@@ -72,7 +72,7 @@ class AllocatedTensors:
         ]
         buffers = _buffers(module for module in model.modules() if id(module) not in of_units)
         others = dict.fromkeys([*plain, *buffers, *self._others.buffers])
-        _mark_unmanaged(UninitializedTensors([], list(others)).without(intact), _PARTLY_WRITTEN)
+        _mark_unmanaged(ext.unwritten.UnwrittenTensors([], list(others)).without(intact), _PARTLY_WRITTEN)
 
 
 def _allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -85,11 +85,16 @@ def _allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
     return parameter
 
 
-_UNMANAGED: weakref.WeakKeyDictionary[nn.Module, UninitializedTensors] = weakref.WeakKeyDictionary()
+_UNMANAGED: weakref.WeakKeyDictionary[nn.Module, ext.unwritten.UnwrittenTensors] = weakref.WeakKeyDictionary()
 """Marked tensors outside all units, by module. The forward of a unit does not check them."""
 
 
-def _mark_unmanaged(tensors: UninitializedTensors, by: str) -> None:
+def _mark_unit(unit: Unit, tensors: ext.unwritten.UnwrittenTensors, by: str) -> None:
+    ext.unwritten.mark_unwritten(unit, tensors, by)
+    ext.equal_values.compare_again(unit)
+
+
+def _mark_unmanaged(tensors: ext.unwritten.UnwrittenTensors, by: str) -> None:
     with torch.no_grad():
         tensors.mark(by)
     for module in (ref() for ref, _ in tensors.buffers):
@@ -102,8 +107,8 @@ def has_marks(model: nn.Module, units: Iterable[Unit]) -> bool:
     return bool(_marked(model, units))
 
 
-def _marked(model: nn.Module, units: Iterable[Unit]) -> list[UninitializedTensors]:
-    found = [unit.checks.uninitialized for unit in units] + [_UNMANAGED.get(module) for module in model.modules()]
+def _marked(model: nn.Module, units: Iterable[Unit]) -> list[ext.unwritten.UnwrittenTensors]:
+    found = [ext.unwritten.unwritten_of(unit) for unit in units] + [_UNMANAGED.get(module) for module in model.modules()]
     return [one for one in found if one is not None]
 
 

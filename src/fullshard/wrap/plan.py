@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from fullshard import _torch
-from fullshard.core import KeepAfterForward, children_first, remarks_on_sizes
+from fullshard.core import KeepAfterForward, children_first
 from fullshard.errors import check_int
 from fullshard.frontend.module import parse_reshard_after_forward
 from fullshard.policies import ZERO3, CommPolicy, GradDtype, MixedPrecisionPolicy, StateSharding, resolve_mp
 from fullshard.wrap.plan_messages import PlanEntry, PlannedMessages, UnitMessages, frequencies, messages_of, thresholds
+from fullshard.wrap.sizes import remarks_on_sizes
 from fullshard.wrap.tables import aligned, bytes_text, span
 
 

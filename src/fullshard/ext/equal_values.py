@@ -1,75 +1,46 @@
-"""Values of parameters on all ranks: digests taken when they are sharded, compared in the first forward; and a broadcast."""
+"""Equal values: what the ranks sharded is compared in the first forward, by digests taken in `fully_shard(sync="check")`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 
-from fullshard import _torch
-from fullshard.core.agreement import Agreement
-from fullshard.core.mesh import ShardAxis, resolve_mesh
-from fullshard.core.scheduler import Residency
-from fullshard.core.subclasses import inner_tensors
-from fullshard.core.unit_modules import unit_of
+from fullshard.core import (
+    ALLOCATION,
+    UNIT_CREATED,
+    Agreement,
+    Originals,
+    ParamSharding,
+    Residency,
+    ShardAxis,
+    ShardedParameter,
+    Unit,
+    digest,
+    resolve_mesh,
+    unit_of,
+)
 from fullshard.errors import StateError
 
-if TYPE_CHECKING:
-    from fullshard.core.param_sharding import ParamSharding
-    from fullshard.core.sharded_param import ShardedParameter
-    from fullshard.core.unit import Unit
-
-SYNCS = ("check", "broadcast", "off")  # values of fully_shard(sync=)
-
-_END_WORDS = 4096  # number of 8-byte words at each end of a tensor whose positions count
-_FACTOR = -7046029254386353131  # odd, so that multiplication modulo 2**64 loses nothing
 _SHOWN = 256  # bytes of each rank's description in an error text
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """Return a hash of the values: one int64 on the tensor's device.
-
-    Every byte counts; near both ends of the tensor its position counts as well.
-    """
-    parts = _plain_parts(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in parts:
-        if not part.numel():
-            continue
-        data = part.detach().resolve_conj().resolve_neg().contiguous()
-        if data.is_complex():
-            data = torch.view_as_real(data)
-        flat = data.reshape(-1).view(torch.uint8)
-        flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
-        whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
-        rest = flat[whole.numel() * 8 :].to(torch.int64)
-        ends = torch.cat([whole[:_END_WORDS], whole[-_END_WORDS:], rest])
-        weights = torch.arange(1, 2 * ends.numel() + 1, 2, dtype=torch.int64, device=ends.device)
-        total = total * _FACTOR + whole.sum() * 3 + (ends * weights).sum() + part.numel()
-    return total
-
-
-def _plain_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor consists of; for a DTensor those of its local tensor."""
-    if isinstance(tensor, DTensor):
-        tensor = _torch.local_tensor(tensor.detach())
-    return inner_tensors(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
 
 
 # --- in fully_shard ---
 
 
-@dataclass(slots=True, eq=False)
-class InitialValues:
-    """What this rank sharded as a parameter, until the first forward compares the ranks.
+@dataclass(frozen=True, slots=True)
+class _InitialValues:
+    """What this rank sharded as a parameter.
 
     Attributes:
         description: name, shape, dtype and options of the parameter.
@@ -79,33 +50,50 @@ class InitialValues:
 
     description: str
     digests: Tensor | None
-    version: int = 0
+    version: int
 
 
-def initial_values(description: str, values: Tensor, sharding: ParamSharding) -> InitialValues:
-    """Return what this rank is about to shard. It computes on the device of the values, for which the host does not wait."""
-    if values.device.type == "meta":
-        return InitialValues(description, None)
-    whole = values.detach()
-    shard = sharding.slice(_torch.local_tensor(whole) if isinstance(whole, DTensor) else whole)
-    return InitialValues(description, torch.stack([digest(whole), digest(shard)]))
+_INITIAL: weakref.WeakKeyDictionary[ShardedParameter, _InitialValues] = weakref.WeakKeyDictionary()
+"""What this rank sharded, until the first forward compares the ranks."""
+
+_ALLOCATED: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Units that were initialized after sharding, and are due to be compared."""
 
 
-def broadcast(tensors: Sequence[Tensor], agreement: Agreement) -> None:
-    """Copy the first rank's values to all ranks, in place. Collective."""
-    agreement.broadcast(part for tensor in tensors for part in _plain_parts(tensor) if part.device.type != "meta")
+@torch.no_grad()
+def _expect_equal(unit: Unit, originals: Originals | None) -> None:
+    """Take digests of what a new unit sharded, on the device of the values, for which the host does not wait."""
+    if originals is None or unit.options.sync == "off":
+        return
+    # This option decides which collectives start. Each all-gather compares the other options.
+    size = unit.options.subgroup_size
+    kept = "" if size is None else f", reshard_after_forward={size}"
+    for parameter, original in originals.items():
+        grad_dtype = parameter.grad_dtype
+        description = f"'{parameter.name}' {tuple(original.shape)} {original.dtype}"
+        description += f"{'' if original.requires_grad else ' frozen'}{' not cast' if parameter.keeps_dtype else ''}"
+        description += f" with grad_dtype {grad_dtype.dtype}" if grad_dtype.explicit else ""
+        description += f"{f' sharded along dim {parameter.sharding.dim}' if parameter.sharding.dim else ''}{kept}"
+        on_meta = original.device.type == "meta"
+        digests = None if on_meta else torch.stack([digest(original), digest(parameter.local)])
+        _INITIAL[parameter] = _InitialValues(description, digests, _version(parameter))
+    unit.before_first_use(_compare)
 
 
-def find_partly_on_meta(named: Sequence[tuple[str, Tensor]], agreement: Agreement) -> str | None:
-    """Return the name of the first tensor that is on meta on some ranks only, None if there is none.
+def compare_again(unit: Unit) -> None:
+    """Compare the replicas of a unit in its next forward, since its memory was allocated anew."""
+    if unit.options.sync != "off":
+        _ALLOCATED.add(unit)
+        unit.before_first_use(_compare)
 
-    Collective. All ranks return the same name.
-    """
-    if not named:
-        return None
-    on_meta = torch.tensor([[tensor.device.type == "meta"] for _, tensor in named], dtype=torch.uint8, device="cpu")
-    index = agreement.first_unequal(on_meta)
-    return None if index is None else named[index][0]
+
+def _around_allocation(unit: Unit) -> Callable[[], None]:
+    return partial(compare_again, unit)
+
+
+def _version(parameter: ShardedParameter) -> int:
+    """Return a number that increases with every write to the shard that can be seen, but not if its group is built again."""
+    return parameter.version - parameter.rebuilt
 
 
 # --- in the first forward ---
@@ -125,7 +113,7 @@ _DIFFERENT_COPIES = (
 )
 
 
-def compare_values(unit: Unit) -> None:
+def _compare(unit: Unit, _: nn.Module) -> None:
     """Compare what the ranks sharded, in the first forward of a model whose outermost unit is `unit`. Collective.
 
     One message per process group has the digests of all units of the model that have not run yet. Replicas, and copies that
@@ -137,12 +125,14 @@ def compare_values(unit: Unit) -> None:
     """
     below = [unit_of(module) for root in unit.modules for module in root.modules()]
     units = [
-        one for one in dict.fromkeys([unit, *below]) if one is not None and one.checks.values and one.runtime is unit.runtime
+        one
+        for one in dict.fromkeys([unit, *below])
+        if one is not None and _compare in one.first_use and one.runtime is unit.runtime
     ]
     for one in units:
         if not one.shows_full:
             one.refresh()
-        if one.options.sync == "broadcast" and one.checks.uninitialized is not None:
+        if one.options.sync == "broadcast" and one in _ALLOCATED:
             _broadcast_over_replicas(one)
     parameters = [parameter for one in units for parameter in one.parameters]
     axes = _Axes(parameters)
@@ -153,9 +143,10 @@ def compare_values(unit: Unit) -> None:
             subject = f"{doing} {len(claims)}"
             _check(claims, Agreement(unit.runtime.communicator, axes.found, unit.unit_name, doing, subject))
     for one in units:
-        one.checks.values = False
+        one.first_use = [check for check in one.first_use if check != _compare]
+        _ALLOCATED.discard(one)
     for parameter in parameters:
-        parameter.initial = None
+        _INITIAL.pop(parameter, None)
 
 
 def _broadcast_over_replicas(unit: Unit) -> None:
@@ -168,7 +159,7 @@ def _broadcast_over_replicas(unit: Unit) -> None:
         p.note_write()  # collectives increase no version counter
     agreement = unit.agreement("broadcast over replicas", shards=False)
     for axis, values in shards.values():
-        broadcast(values, agreement.on_axis(axis))
+        agreement.on_axis(axis).broadcast(values)
 
 
 class _Axes:
@@ -232,7 +223,7 @@ class _Claim(NamedTuple):
         parameter: the parameter that it is about.
         over: the process groups that connect the ranks.
         number: this rank's number, one int64; None if it has none.
-        error: the text after "differs between ranks"; "" if the number stands for `parameter.initial.description`.
+        error: the text after "differs between ranks"; "" if the number stands for the description of the parameter.
         excused: one bool; True on any of the ranks allows all of them to differ. None for False.
     """
 
@@ -251,12 +242,12 @@ def _claims(parameters: Sequence[ShardedParameter], axes: _Axes) -> list[_Claim]
     copies: list[_Claim] = []
     for p in parameters:
         shard = None if p.local.device.type == "meta" else digest(p.local)
-        initial, everywhere = p.initial, axes.with_equal_values(p)
+        initial, everywhere = _INITIAL.get(p), axes.with_equal_values(p)
         if initial is not None and everywhere:
             text = f"{p.unit_name.name} {initial.description}"
             hashed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
             descriptions.append(_Claim(p, everywhere, torch.tensor(hashed, device="cpu"), ""))
-            if initial.digests is None or shard is None or p.version != initial.version:
+            if initial.digests is None or shard is None or _version(p) != initial.version:
                 models.append(_Claim(p, everywhere, None, _DIFFERENT_MODELS, torch.tensor(True, device="cpu")))
             else:  # also by a collective or a fused operation, which increase no version counter
                 written = shard != initial.digests[1].to(shard.device)
@@ -296,10 +287,9 @@ def _check(claims: Sequence[_Claim], agreement: Agreement) -> None:
 
 def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
     """Return the text for a difference. Collective."""
-    parameter, initial = claim.parameter, claim.parameter.initial
+    parameter = claim.parameter
     if not claim.error:
-        assert initial is not None
-        mine = f"rank {dist.get_rank()} has {initial.description} of unit '{parameter.unit_name.name}'"
+        mine = f"rank {dist.get_rank()} has {_INITIAL[parameter].description} of unit '{parameter.unit_name.name}'"
         texts = agreement.over(claim.over).gather_bytes(mine.encode(), at_most=_SHOWN)
         listing = "; ".join(text.decode(errors="ignore").strip() for text in texts.values())
         return f"The ranks sharded different models: {listing}. Build the same model with the same options on all ranks."
@@ -307,4 +297,7 @@ def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
     return f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' differs {where}{claim.error}"
 
 
-__all__ = ["SYNCS", "InitialValues", "broadcast", "compare_values", "digest", "find_partly_on_meta", "initial_values"]
+UNIT_CREATED.append(_expect_equal)
+ALLOCATION.append(_around_allocation)
+
+__all__ = ["compare_again"]

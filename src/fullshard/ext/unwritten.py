@@ -1,15 +1,19 @@
-"""Find uninitialized tensors: new memory is filled with a mark, and tensors that still contain only the mark are reported."""
+"""Unwritten memory: `to_empty()` and `load_weights()` mark what they leave without values, and the first forward finds it."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core import ALLOCATION, BEFORE_STATE_DICT, ShardedParameter, Unit, own_modules
+from fullshard.errors import StateError, warn_once
 
 _MARK = -(2**7)  # fits in every signed integer dtype
 
@@ -39,7 +43,7 @@ class _Named(NamedTuple):
     persistent: bool
 
 
-class UninitializedTensors:
+class UnwrittenTensors:
     """Tensors without values: sharded parameters, buffers, and parameters that are not sharded.
 
     Attributes:
@@ -52,24 +56,19 @@ class UninitializedTensors:
         self._versions: dict[tuple[int, str], int] = {}
         self.cause = ""
 
-    def without(self, written: Container[int]) -> UninitializedTensors:
+    def without(self, written: Container[int]) -> UnwrittenTensors:
         """Return a copy without the tensors in `written`: ids of ShardedParameters, and of buffers and plain parameters."""
         buffers = [
             (ref, name)
             for ref, name in self._buffers
             if (module := ref()) is not None and id(getattr(module, name, None)) not in written
         ]
-        return UninitializedTensors([p for p in self._parameters if id(p) not in written], buffers)
+        return UnwrittenTensors([p for p in self._parameters if id(p) not in written], buffers)
 
     @property
     def buffers(self) -> list[tuple[weakref.ref[nn.Module], str]]:
         """Module and name of each buffer and plain parameter."""
         return self._buffers
-
-    @property
-    def parameter_ids(self) -> frozenset[int]:
-        """Ids of the sharded parameters."""
-        return frozenset(map(id, self._parameters))
 
     def names(self) -> list[str]:
         """Return the names of all tensors, for error texts."""
@@ -114,3 +113,88 @@ class UninitializedTensors:
                 text = f"{kind} '{name}' of {type(module).__name__}"
                 found.append(_Named((id(module), name), text, buffer, _torch.persists(module, name)))
         return found
+
+
+_UNWRITTEN: weakref.WeakKeyDictionary[Unit, UnwrittenTensors] = weakref.WeakKeyDictionary()
+"""The marked tensors of each unit, until its next forward."""
+
+
+def unwritten_of(unit: Unit) -> UnwrittenTensors | None:
+    """Return the tensors of the unit that are marked, and that no forward has checked since; None if there are none."""
+    return _UNWRITTEN.get(unit)
+
+
+def tensors_on_meta(unit: Unit) -> UnwrittenTensors:
+    """Return the parameters and buffers of the unit that are on meta."""
+    return UnwrittenTensors(
+        [parameter for parameter in unit.parameters if parameter.local.device.type == "meta"],
+        [
+            (weakref.ref(module), name)
+            for root in unit.modules
+            for module in own_modules(root)
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.device.type == "meta"
+        ],
+    )
+
+
+@torch.no_grad()
+def mark_unwritten(unit: Unit, fresh: UnwrittenTensors, by: str = "to_empty() allocated") -> None:
+    """Mark tensors that have memory but no values. The next forward raises if they are still unwritten.
+
+    Args:
+        unit: the unit of the tensors.
+        fresh: the tensors.
+        by: the cause, for error texts.
+    """
+    fresh.mark(by)
+    _UNWRITTEN[unit] = fresh
+    unit.before_first_use(_check_written, first=True)  # before the collectives of other checks
+
+
+def _around_allocation(unit: Unit) -> Callable[[], None]:
+    return partial(mark_unwritten, unit, tensors_on_meta(unit))
+
+
+def _check_written(unit: Unit, _: nn.Module) -> None:
+    """Raise StateError, naming the tensors, if some that are marked were never written."""
+    unit.refresh()
+    fresh = _UNWRITTEN[unit]
+    left = fresh.remaining()
+    if left:
+        raise StateError(
+            f"Unit '{unit.name}' has uninitialized memory: {fresh.cause} {', '.join(left)}, and nothing has written "
+            f"{'it' if len(left) == 1 else 'them'}. Call reset_parameters(), load_state_dict() or fullshard.materialize() "
+            "before the first forward."
+        )
+    buffers = fresh.remaining(persistent=False)
+    if buffers:  # only a warning, since the forward itself may fill them
+        warnings.warn(
+            f"Unit '{unit.name}' has uninitialized buffers: {fresh.cause} {', '.join(buffers)}, and nothing has written "
+            f"{'it' if len(buffers) == 1 else 'them'} before the first forward. State dicts do not contain such buffers. "
+            "Compute them again, in reset_parameters() or by hand, or call materialize() instead of to_empty(). If the forward "
+            "itself fills them, ignore this warning.",
+            stacklevel=2,
+        )
+    del _UNWRITTEN[unit]
+
+
+def _warn_of_unwritten(unit: Unit) -> None:
+    """Warn that a state dict contains tensors without values, if `load_weights` left some.
+
+    This is no error, since a load may be about to fill the dict.
+    """
+    fresh = _UNWRITTEN.get(unit)
+    left = fresh.remaining() if fresh is not None and fresh.cause.startswith("load_weights()") else []
+    if fresh is not None and left:
+        names = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+        warn_once(
+            f"state_dict() of unit '{unit.name}' contains uninitialized memory: {fresh.cause} {names}, and nothing has written "
+            "it since. Load values into the dict before you save it."
+        )
+
+
+ALLOCATION.append(_around_allocation)
+BEFORE_STATE_DICT.append(_warn_of_unwritten)
+
+__all__ = ["UnwrittenTensors", "is_marked", "mark_tensor", "mark_unwritten", "tensors_on_meta", "unwritten_of"]

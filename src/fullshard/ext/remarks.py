@@ -1,0 +1,118 @@
+"""Remarks before the first forward: parameters that no unit reduces, or that a forward writes, raise; a large root warns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fullshard import _torch
+from fullshard.core import (
+    UNIT_CREATED,
+    Originals,
+    Unit,
+    clean_name,
+    is_ignored,
+    logical_parameters,
+    own_modules,
+    replacement_of,
+    units_of,
+)
+from fullshard.errors import StateError, some_of, warn_once
+from fullshard.policies import LintWarning
+from fullshard.wrap.sizes import remarks_on_root, sizes_of
+
+
+def _expect_checks(unit: Unit, _: Originals | None) -> None:
+    unit.before_first_use(_refuse_max_norm)
+    unit.before_first_use(_check_training)
+
+
+def _check_training(unit: Unit, root: nn.Module) -> bool:
+    """Raise StateError for added parameters, and warn of an outermost unit that has most of the parameters.
+
+    Return True in a forward without grad, since a rank may evaluate with parameters of its own, but not train them.
+    """
+    if not torch.is_grad_enabled():
+        return True
+    if unit.axis.ranks * unit.axis.replica_count > 1 and "added" not in unit.options.checks.silence:
+        added = added_parameters(unit)
+        if added:
+            raise StateError(
+                f"Parameters ({some_of(added)}) were added to unit '{unit.name}' after fully_shard(), so each rank would train "
+                "them alone. Add them before fully_shard(), call fully_shard() on the module that holds them, freeze them, or, "
+                "if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))."
+            )
+    if unit.axis.is_first_rank and "root" not in unit.options.checks.silence and not unit.runtime.scheduler.running:
+        for line in remarks_on_root(sizes_of(units_of(root, True))):
+            warn_once(line, LintWarning)
+    return False
+
+
+def _refuse_max_norm(unit: Unit, _: nn.Module) -> None:
+    """Raise ValueError if a module of the unit writes to its parameter in each forward."""
+    for parameter in unit.parameters:
+        for slot in parameter.slots:
+            module = slot.module
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                raise ValueError(
+                    f"Expected parameter '{parameter.name}' of unit '{unit.name}' in an {type(module).__name__} without "
+                    f"max_norm, got max_norm={module.max_norm}: its forward writes to a copy that is freed afterwards. "
+                    "Set max_norm to None, and renormalize after each step in `with fullshard.full_params(module):`."
+                )
+
+
+def added_parameters(unit: Unit) -> list[str]:
+    """Return the names of trainable parameters of a unit's own modules whose gradients no unit reduces."""
+    ranks = set(unit.axis.mesh.mesh.flatten().tolist())
+    slots = {(id(slot.parameters), slot.name) for parameter in unit.parameters for slot in parameter.slots}
+    return [
+        name
+        for root in unit.modules
+        for name, parameter in _unmanaged_parameters(root, slots)
+        if not is_ignored(parameter) and not _is_over(parameter, ranks)
+    ]
+
+
+def _unmanaged_parameters(root: nn.Module, slots: set[tuple[int, str]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield names and trainable parameters of a unit's own modules that belong to no unit.
+
+    Args:
+        root: the root module of the unit.
+        slots: places of the unit's own parameters: id of the `_parameters` of a module, and name. They are skipped, since the
+            unit itself adopts or refuses a parameter that the user assigns there.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    replicated = [
+        module for module in root.modules() if isinstance(module, DistributedDataParallel) or _torch.is_non_composable(module)
+    ]
+    reduced = {id(inner) for module in replicated for inner in module.modules()}
+    for module in own_modules(root):
+        if id(module) in reduced:
+            continue
+        parameters = _torch.parameters_of(module)
+        for name, parameter in parameters.items():
+            if parameter is None or not parameter.requires_grad or (id(parameters), name) in slots:
+                continue
+            if not _is_of_other_unit(parameter):
+                yield clean_name(f"{names[id(module)]}.{name}".lstrip(".")), parameter
+
+
+def _is_of_other_unit(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter of a unit, as a tied one: the sharded parameter, or what stands in its slots now."""
+    now = replacement_of(parameter)
+    found = logical_parameters([parameter if now is None else now])
+    return any(now is None or slot.content is parameter for one in found for slot in one.slots)
+
+
+def _is_over(parameter: nn.Parameter, ranks: set[int]) -> bool:
+    """Return True for a DTensor over these ranks, and maybe more, since DTensor reduces its gradient over them."""
+    return isinstance(parameter, DTensor) and ranks <= set(parameter.device_mesh.mesh.flatten().tolist())
+
+
+UNIT_CREATED.append(_expect_checks)
+
+__all__ = ["added_parameters"]
