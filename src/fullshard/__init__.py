@@ -37,7 +37,6 @@ from fullshard.foresight.trace import routed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
-    GradientReductionHandle,
     UnshardHandle,
     counting,
     register_fsdp_forward_method,
@@ -93,7 +92,6 @@ __all__ = [
     "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
-    "GradientReductionHandle",
     "InternalError",
     "Lane",
     "LintWarning",

@@ -48,7 +48,6 @@ Rare features, each called from one place:
 
 recovery.py            finds what an exception or an interrupt broke off, and has the runtime reset it
 late_grads.py          gradients that arrive without a hook on an output
-finalization.py        backwards that the user ends
 extension.py           tensor subclasses with their own all-gather hooks
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 replaced_parameters.py parameters from before sharding, and the ones that replaced them
@@ -67,7 +66,7 @@ from fullshard.core.copies import agreement_of_all, digest, find_difference
 from fullshard.core.extension import needs_own_group
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
-from fullshard.core.heartbeat import message_length
+from fullshard.core.heartbeat import SentHeartbeat, message_length
 from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
 from fullshard.core.layout import (
     LARGE_MESSAGE,
@@ -87,9 +86,10 @@ from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh, s
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
-from fullshard.core.reduction import flat_gradient
+from fullshard.core.reducer import Listener
+from fullshard.core.reduction import Reduction, flat_gradient
 from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of, set_replacement
-from fullshard.core.runtime import Listener, Runtime, make_unit
+from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
@@ -174,12 +174,14 @@ __all__ = [
     "Ranks",
     "Reduce",
     "ReduceScatter",
+    "Reduction",
     "ReductionLayout",
     "Reshard",
     "Residency",
     "Runtime",
     "SaveSubgroupShard",
     "Scheduler",
+    "SentHeartbeat",
     "ShardAxis",
     "ShardedDTensor",
     "ShardedParameter",

@@ -123,7 +123,7 @@ class Heartbeat:
 
 _NO_UNIT = UnitName("")
 
-Sent = tuple[Heartbeat, CollectiveCall]
+SentHeartbeat = tuple[Heartbeat, CollectiveCall]
 """A heartbeat, and the call that sends it."""
 
 
@@ -132,11 +132,11 @@ class Heartbeats:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._unread: deque[Sent] = deque()  # oldest first
+        self._unread: deque[SentHeartbeat] = deque()  # oldest first
         self._fingerprints: dict[CollectiveLog, GroupFingerprints] = {}  # of heartbeats, which belong to no unit
         self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
-    def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[Sent]:
+    def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
         """Send one heartbeat per log.
 
         Args:
@@ -150,7 +150,7 @@ class Heartbeats:
             logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
         return [self._send(log, mine) for log, (every, mine) in logs.items() if log.heartbeat_due(every)]
 
-    def _send(self, log: CollectiveLog, reductions: list[Reduction]) -> Sent:
+    def _send(self, log: CollectiveLog, reductions: list[Reduction]) -> SentHeartbeat:
         communicator = self._communicator
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
@@ -170,14 +170,14 @@ class Heartbeats:
             work = communicator.send(stream, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
         return beat, work
 
-    def read_now(self, sent: Sequence[Sent]) -> None:
+    def read_now(self, sent: Sequence[SentHeartbeat]) -> None:
         """Wait for these heartbeats and all earlier ones, and read them. Raises StateError if the ranks diverged."""
         self.read(keep=0)
         for beat, work in sent:
             work.block()
             self._check(beat)
 
-    def read_later(self, sent: Sequence[Sent]) -> None:
+    def read_later(self, sent: Sequence[SentHeartbeat]) -> None:
         """Wait for all heartbeats before these, and read them. Raises StateError if the ranks diverged."""
         self._unread += sent
         if len(self._unread) > len(sent):
@@ -196,7 +196,7 @@ class Heartbeats:
             self._check(beat)
             self._free.append(beat)
 
-    def release(self, sent: Sequence[Sent]) -> None:
+    def release(self, sent: Sequence[SentHeartbeat]) -> None:
         """Drop the reductions of these heartbeats, whose gradients are set, and use those that are read again."""
         unread = {id(beat) for beat, _ in self._unread}
         for beat, _ in sent:
@@ -216,4 +216,4 @@ class Heartbeats:
             raise StateError(beat.log.desync_error)
 
 
-__all__ = ["Heartbeat", "Heartbeats", "Sent", "message_length"]
+__all__ = ["Heartbeat", "Heartbeats", "SentHeartbeat", "message_length"]

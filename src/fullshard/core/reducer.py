@@ -5,20 +5,36 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fullshard.comm.streams import InFlight, Work
 from fullshard.core.communicator import Communicator
-from fullshard.core.heartbeat import Heartbeats, Sent
+from fullshard.core.heartbeat import Heartbeats, SentHeartbeat
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction, commit_all
+from fullshard.core.scheduler import ForwardCall
 from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 
-if TYPE_CHECKING:
-    from fullshard.core.finalization import PendingReduction
+
+class Listener:
+    """Follows the backwards of one runtime, as a member of `Runtime.listeners`. Its methods do nothing unless overridden.
+
+    A listener may run actions of the scheduler, as for units whose backward this rank enters without computing.
+    """
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """Act before the backward of `call` begins."""
+
+    def ending_backward(self) -> None:
+        """Act at the end of the outermost backward, before the gradients that are left are reduced."""
+
+    def on_reset(self, units: Container[int]) -> None:
+        """Forget what belongs to these units (by number), since a forward or backward of theirs failed."""
+
+    def on_discard(self, unit: Unit) -> None:
+        """Forget the gradients of a unit that are not in `.grad` yet, which are discarded."""
 
 
 class GradientReducer:
@@ -32,8 +48,8 @@ class GradientReducer:
         decided: the reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:
+        self._communicator, self._listeners = communicator, listeners
         self._in_flight = InFlight()  # reduce-scatters, and the all-gathers of deleted units
         self._replicating = InFlight()  # all-reduces over replicas
         self._heartbeats = Heartbeats(communicator)
@@ -69,7 +85,7 @@ class GradientReducer:
             unit: the unit of the group.
             group: the group.
             grads: one per parameter, None for a parameter without gradient. The list is cleared if the reduction starts.
-            last: True in `finalize_backward`, which ends the step: only units without gradient sync still keep gradients.
+            last: True if the user ends the step with it: only units without gradient sync still keep gradients.
         """
         if not (unit.options.sync_gradients if last else unit.options.reduces):
             group.grads.accumulate(grads)
@@ -154,8 +170,8 @@ class GradientReducer:
 
     def discard(self, unit: Unit) -> None:
         """Discard the gradients of the unit that are not in `.grad` yet: kept on this rank, deferred, or being reduced."""
-        if unit.pending is not None:
-            self._drop(unit.pending, "zero_grad(), reset_iter_state() or an error, before they were waited for")
+        for listener in tuple(self._listeners):
+            listener.on_discard(unit)
         if any(owner is unit for owner, _ in self._undelivered) or any(
             group.grads.deferred is not None for group in unit.groups
         ):
@@ -166,21 +182,11 @@ class GradientReducer:
             group.grads.discard()
         self._keeping.pop(unit.number, None)
 
-    def _drop(self, pending: PendingReduction, why: str) -> None:
-        """Drop the reductions of a `finalize_backward` for all of its units, since gradients are set for all or none."""
-        units = pending.units
-        pending.drop(why)
-        for unit in units:
-            self.discard(unit)
-
     def abort(self, units: Container[int]) -> None:
         """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
         self._in_flight.drain_quietly()
         self._replicating.drain_quietly()
         self.merged = False
-        for unit, _ in self._undelivered:
-            if unit.number in units and unit.pending is not None:
-                self._drop(unit.pending, "a backward that raised, before they were waited for")
         self._keep([(unit, reduction) for unit, reduction in self._undelivered if unit.number not in units])
 
     def _keep(self, left: Sequence[tuple[Unit, Reduction]]) -> None:
@@ -211,7 +217,7 @@ class GradientReducer:
                 remedy = (
                     "Run the last backward of the step outside of accumulate(), or after set_requires_gradient_sync(True)"
                     f"{' and set_is_last_backward(True)' * unit.options.states.keeps_gradients}"
-                    f"{', and call finalize_backward()' * unit.options.manual}."
+                    f"{f', and call {unit.options.ended_by}' * bool(unit.options.ended_by)}."
                 )
                 if not group.trainable:
                     remedy = (
@@ -230,8 +236,8 @@ class GradientReducer:
             )
         if any(reduction.group is group and not reduction.committed for _, reduction in self._reduced):
             remedy = (
-                "Call finalize_backward(), and wait() of its handle."
-                if unit.options.manual
+                f"Call {unit.options.ended_by}, and wait() of its handle."
+                if unit.options.ended_by
                 else "Call set_is_last_backward(True) before the last backward of the step."
             )
             raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived. {remedy}")
@@ -283,7 +289,7 @@ class GradientReducer:
         found: list[tuple[Unit, ParamGroup]] = []
         for _, unit in sorted(self._keeping.items()):
             options = unit.options
-            if not (options.sync_gradients and options.last_backward) or options.manual or unit.place.outermost() not in trees:
+            if not (options.sync_gradients and options.ends_step) or unit.place.outermost() not in trees:
                 continue
             for group in unit.groups:
                 deferred = group.grads.deferred is not None and options.reduce.all_reduce
@@ -302,14 +308,14 @@ class GradientReducer:
         due: list[tuple[Unit, Reduction]] = []
         left: list[tuple[weakref.ref[Unit], Reduction]] = []
         for unit, reduction in self._undelivered:
-            if unit.options.last_backward and not unit.options.manual:
+            if unit.options.ends_step:
                 due.append((unit, reduction))
             else:
                 left.append((weakref.ref(unit), reduction))
         self._reduced = left
         return due
 
-    def _send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[Sent]:
+    def _send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[SentHeartbeat]:
         """Send the heartbeats of units that have them. Return these, with the calls that send them."""
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
@@ -319,7 +325,7 @@ class GradientReducer:
             [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
         )
 
-    def _read(self, sent: Sequence[Sent]) -> None:
+    def _read(self, sent: Sequence[SentHeartbeat]) -> None:
         """Read heartbeats before any gradient is set or, on an accelerator, in a later step.
 
         Raises StateError if the ranks diverged.
@@ -329,7 +335,7 @@ class GradientReducer:
         else:
             self._heartbeats.read_later(sent)
 
-    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
+    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
         """Decide to set the gradients of all parameters that any rank used. From then on, even an interrupt sets them."""
         self._forget_reduced()
         used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
@@ -349,7 +355,7 @@ class GradientReducer:
         self._heartbeats.release(sent)
         self.decided, self.merged = decided, False
 
-    # --- the end of a backward that the user ends (`finalize_backward`) ---
+    # --- the end of a step by the user (an extension point) ---
 
     def is_unreduced(self, group: ParamGroup) -> bool:
         """Return True if the group must still be reduced before `.grad` is set.
@@ -360,7 +366,7 @@ class GradientReducer:
         kept = group.grads.has_local or group.grads.deferred is not None
         return kept or not any(reduction.group is group for _, reduction in self._reduced)
 
-    def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[Sent]]:
+    def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
         """Send the heartbeats of these units' reductions. Return both, for `end`."""
         mine = set(map(id, units))
         due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
@@ -372,7 +378,7 @@ class GradientReducer:
                 work.block()
         return [reduction for _, reduction in due], sent
 
-    def end(self, reductions: Sequence[Reduction], sent: Sequence[Sent]) -> None:
+    def end(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
         """Wait for these reductions and their heartbeats, and set `.grad`. Starts no collective."""
         gone = set(map(id, reductions))
         self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
@@ -407,4 +413,4 @@ def _has_stages(reduction: Reduction) -> bool:
     return reduction.factors.has_second_step or group.layout.ranks > 2
 
 
-__all__ = ["GradientReducer"]
+__all__ = ["GradientReducer", "Listener"]

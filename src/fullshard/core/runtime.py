@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import get_ident, local
@@ -22,10 +22,9 @@ from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.recovery import Recovery
-from fullshard.core.reducer import GradientReducer
+from fullshard.core.reducer import GradientReducer, Listener
 from fullshard.core.scheduler import (
     Action,
-    ForwardCall,
     PassBy,
     Reduce,
     Reshard,
@@ -42,22 +41,6 @@ from fullshard.core.unit import Unit, name_units_in
 from fullshard.core.unit_options import UnitOptions
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
-
-
-class Listener:
-    """Follows the backwards of one runtime, as a member of `Runtime.listeners`. The methods do nothing unless overridden.
-
-    A listener may run actions of the scheduler, as for units whose backward this rank enters without computing.
-    """
-
-    def before_backward(self, call: ForwardCall) -> None:
-        """Act before the backward of `call` begins."""
-
-    def ending_backward(self) -> None:
-        """Act at the end of the outermost backward, before the gradients that are left are reduced."""
-
-    def on_reset(self, units: Container[int]) -> None:
-        """Forget what belongs to these units (by number), since a forward or backward of theirs failed."""
 
 
 class Runtime:
@@ -98,9 +81,9 @@ class Runtime:
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.communicator = Communicator(device, lanes)
         self.scheduler = Scheduler()
-        self.reducer = GradientReducer(self.communicator)
-        self.backward = RunningBackward(self._backward_raised)
         self.listeners: list[Listener] = []
+        self.reducer = GradientReducer(self.communicator, self.listeners)
+        self.backward = RunningBackward(self._backward_raised)
         self.recovery = Recovery(self)
         self.trace: list[tuple[int, bool]] = []
         self.raised_in: tuple[str, str] | None = None
@@ -433,4 +416,4 @@ def make_unit(
     return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
 
 
-__all__ = ["Listener", "Runtime", "make_unit"]
+__all__ = ["Runtime", "make_unit"]

@@ -30,7 +30,6 @@ from fullshard.errors import StateError, warn_once
 from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
-    from fullshard.core.finalization import PendingReduction
     from fullshard.core.runtime import Runtime
 
 
@@ -94,8 +93,8 @@ class Unit:
         self.gathers_decided = False
         # Whether the units below have their names in this one, since it was the outermost one of a forward.
         self.names_units = False
-        # From `finalize_backward(async_op=True)` to `wait()`.
-        self.pending: PendingReduction | None = None
+        # Why no forward may begin, with a remedy; "" if one may.
+        self.refused = ""
         # Where the parameters are, and what the scheduler expects of the unit.
         self.record: UnitRecord = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
@@ -148,11 +147,8 @@ class Unit:
 
     def _refuse_illegal_forward(self, module: nn.Module) -> None:
         """Raise StateError for a forward that cannot be. End the forward before, if it was cut short without any hook."""
-        if self.pending is not None:
-            raise StateError(
-                f"The forward of unit '{self.name}' was called while its gradients are being reduced. Call wait() of the "
-                "handle of finalize_backward(async_op=True) first."
-            )
+        if self.refused:
+            raise StateError(f"The forward of unit '{self.name}' was called while {self.refused}")
         if self.exposure.plain:
             raise StateError(
                 f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "

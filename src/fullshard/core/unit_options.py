@@ -25,7 +25,7 @@ class UnitOptions:
     in_backward: bool = True  # backward needs the unsharded parameters
     sync_gradients: bool = True
     last_backward: bool = True
-    manual: bool = False  # the user ends backwards (`finalize_backward`)
+    ended_by: str = ""  # the call by which the user ends the step; "" if the end of the last backward does
     keep_after_backward: bool = False
 
     # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Everything else
@@ -47,11 +47,13 @@ class UnitOptions:
     sync: str = "check"
 
     # From the options above.
+    ends_step: bool = field(init=False)  # the end of the backward ends the step: `.grad` is set
     reduces: bool = field(init=False)  # the end of the unit's backward reduces its gradients; else they are kept on this rank
     defers: bool = field(init=False)  # it reduces them over shards only, and leaves the rest to a later backward
 
     def __post_init__(self) -> None:
-        goes_on = self.manual or not self.last_backward  # the step does not end with this backward
+        goes_on = bool(self.ended_by) or not self.last_backward  # the step does not end with this backward
+        object.__setattr__(self, "ends_step", not goes_on)
         object.__setattr__(self, "reduces", self.sync_gradients and not (self.states.keeps_gradients and goes_on))
         object.__setattr__(self, "defers", not self.reduce.all_reduce or (self.states.sums_over_shards and goes_on))
 

@@ -6,6 +6,7 @@ lists.
 
 any_failed.py       any_failed(): skip a failed step on all ranks
 equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
+finalize.py         FSDPModule.finalize_backward(): backwards that the user ends
 gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
 join.py             FSDPModule.join(): take part in collectives without computing
@@ -20,12 +21,14 @@ import fullshard.ext.join
 import fullshard.ext.remarks
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
+from fullshard.ext.finalize import GradientReductionHandle
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
 from fullshard.ext.undo import undo
 
 __all__ = [
+    "GradientReductionHandle",
     "any_failed",
     "gathered",
     "grad",

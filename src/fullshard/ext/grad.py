@@ -147,7 +147,7 @@ def _check_no_other_gradients(parameter: ShardedParameter) -> None:
             "first."
         )
     options = unit.options
-    if not options.reduces or options.defers or options.manual or not options.last_backward:
+    if not options.reduces or options.defers or options.ended_by or not options.last_backward:
         raise StateError(
             f"grad(): unit '{unit.name}' does not set gradients in this backward. Call it outside of accumulate(), with "
             "set_is_last_backward(True), and without manual finalization."

@@ -1,4 +1,4 @@
-"""`FSDPModule`, the mixin of sharded modules; the handles of asynchronous operations; `counting` and `stats`."""
+"""`FSDPModule`, the mixin of sharded modules; `UnshardHandle`; `counting` and `stats`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fullshard import _torch
 from fullshard.comm.custom import AllGather, ReduceScatter
 from fullshard.comm.traffic import Message
 from fullshard.core.extension_points import ALLOCATION
-from fullshard.core.finalization import Finalization, PendingReduction
 from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import KeepAfterForward, Stats
@@ -59,29 +58,6 @@ class UnshardHandle:
                 )
             recovered(unit).ensure_unsharded()
             self._unit = None
-
-
-class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[misc]
-    """Handle of asynchronous gradient reductions, returned by `FSDPModule.finalize_backward(async_op=True)`.
-
-    Args:
-        pending: the reductions in flight. A handle without reductions waits for nothing.
-
-    Source: `torch.distributed.fsdp.GradientReductionHandle` (torch 2.15). Where torch has that class, this is a subclass.
-    """
-
-    def __init__(self, pending: PendingReduction | None = None) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        """Make the current stream wait for the reductions, and set `.grad`. Starts no collective. Later calls do nothing.
-
-        Raises:
-            StateError: if `zero_grad()` or `reset_iter_state()` discarded the reductions, or the ranks diverged.
-        """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            Finalization(recovered(pending.units[0]).runtime).finish(pending)
 
 
 _SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
@@ -197,60 +173,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         last = check_bool("is_last_backward", is_last_backward)
         for unit in units_of(self, True):
             unit.configure(last_backward=last)
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Set whether `finalize_backward()` finalizes backward, instead of the end of each autograd backward.
-
-        It applies to all units at and below this module. In manual mode a backward reduces gradients, or accumulates them
-        without gradient sync, and does not set `.grad`. Manual mode takes precedence over `set_is_last_backward`. Use it in
-        schedules with an explicit reduction step, such as pipelines.
-
-        Args:
-            enabled: True enables manual mode; False finalizes at the end of each backward again.
-
-        Raises:
-            StateError: if the mode changes inside a backward, or before all gradients of earlier backwards are in `.grad`.
-
-        Example:
-            >>> model.set_manual_backward_finalization(True)                                      # doctest: +SKIP
-            >>> model.set_requires_gradient_sync(False)                                           # doctest: +SKIP
-            >>> for batch in batches:                                                             # doctest: +SKIP
-            ...     model(batch).mean().backward()
-            >>> model.set_requires_gradient_sync(True)                                            # doctest: +SKIP
-            >>> model.finalize_backward()                                                         # doctest: +SKIP
-        """
-        manual = check_bool("enabled", enabled)
-        for runtime, units in _units_by_runtime(self):
-            Finalization(runtime).set_manual(units, manual)
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Finalize all backwards since the last call: reduce the remaining gradients, and set `.grad`. Collective.
-
-        Each trainable parameter of a unit with gradient sync is reduced once; a rank without a gradient contributes zeros.
-        Unsharded parameters are freed unless `set_reshard_after_backward(False)` is in effect. Before the first forward this
-        does nothing.
-
-        Args:
-            async_op: True starts the reductions and returns a handle; False waits for them.
-
-        Returns:
-            With `async_op=True` a handle whose `wait()` sets `.grad`, else None. The units cannot run a forward before
-            `wait()`.
-
-        Raises:
-            StateError: without `set_manual_backward_finalization(True)`, inside a forward or backward, before the `wait()` of
-                the last call, with `set_requires_all_reduce(False)` in effect, or if the ranks diverged.
-        """
-        pending: list[PendingReduction] = []
-        start_only = check_bool("async_op", async_op)
-        for runtime, units in _units_by_runtime(self):
-            if any(unit.record.last is not None for unit in units):
-                pending.append(Finalization(runtime).start(units))
-        handle = _CombinedHandle(pending) if len(pending) > 1 else GradientReductionHandle(*pending)
-        if start_only:
-            return handle
-        handle.wait()
-        return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the storage of unsharded parameters, so that their addresses are equal in every step.
@@ -601,7 +523,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: if it has no `wait()`, or the mesh is on the CPU, which has no streams.
             StateError: if there is no unit at or below this module.
         """
-        communicators = [runtime.communicator for runtime, _ in _units_by_runtime(self)]
+        communicators = [runtime.communicator for runtime, _ in units_by_runtime(self)]
         if all(communicator.async_device is None for communicator in communicators):
             raise ValueError("set_post_optim_event got an event, but the mesh is on the CPU, which has no streams.")
         if not callable(getattr(event, "wait", None)):
@@ -706,18 +628,7 @@ def sharded_method(function: F) -> F:
     return function
 
 
-class _CombinedHandle(GradientReductionHandle):
-    """Handle of the reductions of several runtimes, for a model with units on several devices or with separate streams."""
-
-    def __init__(self, pending: Sequence[PendingReduction]) -> None:
-        self._parts = [GradientReductionHandle(one) for one in pending]
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
-
-
-def _units_by_runtime(module: Any) -> Iterator[tuple[Runtime, list[Unit]]]:
+def units_by_runtime(module: Any) -> Iterator[tuple[Runtime, list[Unit]]]:
     """Yield each runtime of the units at and below `module`, with its units.
 
     There is one runtime, unless policies have separate streams or the units are on several devices.
@@ -976,7 +887,7 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
     """
     messages: list[Message] = []
     with ExitStack() as counters:
-        for runtime, _ in _units_by_runtime(module):
+        for runtime, _ in units_by_runtime(module):
             counters.enter_context(runtime.communicator.traffic.counting(messages))
         yield messages
 
@@ -1007,7 +918,6 @@ def any_unit(module: nn.Module) -> Unit:
 
 __all__ = [
     "FSDPModule",
-    "GradientReductionHandle",
     "UnshardHandle",
     "accumulate",
     "any_unit",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch
+from fullshard import _torch, ext
 from fullshard.core import (
     AllGather,
     Comm,
@@ -32,7 +32,6 @@ from fullshard.errors import StateError
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
-    GradientReductionHandle,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -153,7 +152,6 @@ _REPLACEMENTS: dict[str, Any] = {
     "Comm": Comm,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
-    "GradientReductionHandle": GradientReductionHandle,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
     "ReduceScatter": ReduceScatter,
@@ -161,6 +159,7 @@ _REPLACEMENTS: dict[str, Any] = {
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
+    **{name: getattr(ext, name) for name in ext.__all__ if name == "GradientReductionHandle"},
 }
 _EXPORTING_MODULES = (  # torch's modules that define or re-export these names
     "torch.nn.utils.clip_grad",
