@@ -160,6 +160,7 @@ def test_training_is_that_of_the_cpu_bit_for_bit(world: World, name: str, how: s
         assert torch.equal(values(ours)[parameter], value), parameter
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("how", rotation.share(LATE))
 @pytest.mark.parametrize("name", ["plain", "mixed precision", "accumulation", "offload", "clipping"])
 @ranks(4, device="sim")
@@ -523,6 +524,7 @@ def held(world: World, model: nn.Module, *, microbatches: int = 1, keep_grads: b
     return [one for one in found if "over already" not in one]  # what is over was asked for before: it takes no time
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("how", LATE[:4])
 @pytest.mark.parametrize("name", ["plain", "mixed precision", "offload", "accumulation"])
 @ranks(2, device="sim")

@@ -133,15 +133,15 @@ def test_a_forward_without_grad_and_a_skipped_step_use_the_kept_hop(world: World
 # --- values ---
 
 
+@pytest.mark.rotates(3)
+@pytest.mark.parametrize("direct_min_bytes", [None, 0, float("inf")])
 @pytest.mark.parametrize("states", [HFSDP, EACH_TIME], ids=["HFSDP", "each time"])
 @ranks(4)
-def test_training_equals_the_unsharded_model(world: World, states: StateSharding) -> None:
+def test_training_equals_the_unsharded_model(world: World, states: StateSharding, direct_min_bytes: float | None) -> None:
+    comm = CommPolicy(direct_min_bytes=direct_min_bytes)
     for sizes in ((2, 2), (4, 1), (1, 4)):
-        for comm in (CommPolicy(), CommPolicy(direct_min_bytes=0), CommPolicy(direct_min_bytes=float("inf"))):
-            mesh = hybrid(*sizes)
-            train_both(
-                world, Stack(), lambda m, mesh=mesh, comm=comm: shard_stack(m, mesh, states=states, comm_policy=comm), steps=3
-            )
+        mesh = hybrid(*sizes)
+        train_both(world, Stack(), lambda m, mesh=mesh: shard_stack(m, mesh, states=states, comm_policy=comm), steps=3)
 
 
 @ranks(4)

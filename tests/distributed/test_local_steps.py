@@ -104,7 +104,7 @@ class Kinds(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("name", OPTIONS)
 @ranks(2, 3)
 def test_weights_and_states_are_those_of_plain_tensors_and_of_dtensors(world: World, name: str) -> None:

@@ -320,6 +320,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_three(world: World) -> None:
 
 
 @pytest.mark.proves("44e")
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("failing", [0, 1])
 @ranks(2, 3)

@@ -626,6 +626,7 @@ OTHERS = ("rank 1", "rank 2", "ranks 1 and 2", "the others")
 
 
 @pytest.mark.proves("32e", "32f", "32g")
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("done", ALONE, ids=lambda done: done.__name__)
 @ranks(2, 3)
 def test_a_step_that_one_rank_makes_alone_is_named_on_all(world: World, done: Any) -> None:

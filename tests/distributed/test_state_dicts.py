@@ -285,6 +285,7 @@ def test_assigning_keeps_the_dtype_that_is_loaded_and_copying_does_not(world: Wo
         assert_near(model(batch(0).to(dtype)), source(batch(0).double()), "output")
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @ranks(4)

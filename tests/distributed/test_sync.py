@@ -115,6 +115,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @ranks(2, 4)
 def test_programs_that_shard_different_values_and_then_write_them_run(world: World, program: Callable[..., None]) -> None:

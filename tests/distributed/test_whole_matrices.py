@@ -667,6 +667,7 @@ class Failing(Shampoo):
 
 
 @pytest.mark.proves("44g")
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("after", [1, 2])
 @pytest.mark.parametrize("restorable", [True, False])
 @ranks(2, 3)

@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
-    """Allocations of three steps of a decoder. `own_pool`: gathered memory is allocated on the lane of gathers."""
+    """Allocations of two steps of a decoder. `own_pool`: gathered memory is allocated on the lane of gathers."""
     detector, allocate = Detector(0), FlatBuffer.allocate
     lanes: list[DeviceStream] = []
 
@@ -64,13 +64,13 @@ def traced(direct: float | None, tokens: int, *, own_pool: bool) -> Detector:
     def work() -> None:
         with warnings.catch_warnings(), watching(detector), host_memory(detector, pinned=False), NodeStreams(detector):
             warnings.simplefilter("ignore")
-            model = nn.Sequential(*[Block(128, 352) for _ in range(6)])
+            model = nn.Sequential(*[Block(128, 352) for _ in range(4)])
             mp = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             comm = CommPolicy(lanes=DeviceStream, direct_min_bytes=direct)
             for module in (*model, model):
                 fullshard.fully_shard(module, mesh=init_device_mesh("cpu", (8,)), mp_policy=mp, comm_policy=comm)
             lanes.append(unit_of(model).runtime.communicator.all_gather_stream)
-            for _ in range(3):
+            for _ in range(2):
                 torch.autograd.backward(model(torch.randn(2, tokens, 128)).float().square().mean())
                 model.zero_grad()
 
