@@ -29,6 +29,7 @@ class ReductionPlan:
     layout: GroupLayout
     numel: int  # elements per rank of the packed input
     packed: list[Segment]  # segments of the packed input
+    plain: tuple[int, ...] | None  # indices of the packed parameters, if there are no gaps and no `blocks`
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
@@ -65,13 +66,15 @@ class ReductionPlan:
         segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
         gaps = {segment.size for segment in segments if segment.parameter < 0}
         places = (layout if shard_layout is None else shard_layout).offsets
+        blocks = frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter))
         return cls(
             layout=layout,
             numel=0 if found.packed is None else found.packed.size,
             packed=segments,
+            plain=None if gaps or blocks else tuple(segment.parameter for segment in segments),
             direct=found.direct,
             slices=found.slices,
-            blocks=frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter)),
+            blocks=blocks,
             computed=dtypes.compute,
             zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
@@ -101,16 +104,36 @@ def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None
         out[whole, : rest.numel()].copy_(rest)
 
 
-def _packed_dtype(plan: ReductionPlan, grads: Sequence[Tensor | None]) -> torch.dtype | None:
-    """Return the dtype of the packed gradients, or None if they have several dtypes."""
-    packed = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
-    found = {grad.dtype for grad in packed if grad is not None}
-    if len(found) > 1:
-        return None
-    return found.pop() if found else plan.computed
+def _copy_packed(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
+    """Copy and cast the packed gradients into their input, (ranks, numel)."""
+    if plan.plain is not None:
+        plain = [grads[index] for index in plan.plain]
+        if len({None if grad is None else grad.dtype for grad in plain}) == 1 and plain[0] is not None:
+            return _torch.chunk_cat([grad.contiguous() for grad in plain], message)  # type: ignore[union-attr]
+    present = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
+    dtypes = {grad.dtype for grad in present if grad is not None} or {plan.computed}
+    # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first would
+    # take memory for a second copy, so they are copied and cast one by one.
+    if len(dtypes) > 1:
+        return _copy_one_by_one(plan, grads, message)
+    (dtype,), ranks, parts = dtypes, plan.layout.ranks, list[Tensor]()
+    for segment in plan.packed:
+        if segment.parameter < 0:
+            parts.append(plan.zeros[segment.size].to(dtype))
+            continue
+        grad, place = grads[segment.parameter], plan.layout.offsets[segment.parameter]
+        if grad is None:
+            shape = (ranks, segment.size) if segment.parameter in plan.blocks else place.shape
+            parts.append(torch.zeros(shape, dtype=dtype, device=message.device))
+        elif segment.parameter in plan.blocks:  # chunk_cat would chunk it otherwise
+            parts.append(torch.empty(ranks, segment.size, dtype=dtype, device=message.device))
+            _copy_blocks(grad, place, parts[-1])
+        else:
+            parts.append(grad.contiguous())
+    _torch.chunk_cat(parts, message)
 
 
-def _pack_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
+def _copy_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
     """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
     column = 0
     for segment in plan.packed:
@@ -162,29 +185,7 @@ def pack(
         numel = layout.ranks * plan.numel
         # in place, the packed gradients are the sum already
         message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
-        found = {grad.dtype for grad in grads if grad is not None}
-        dtype = found.pop() if len(found) == 1 else _packed_dtype(plan, grads)
-        # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first
-        # would take memory for a second copy, so they are copied and cast one by one.
-        if dtype is None:
-            _pack_one_by_one(plan, grads, message.view(layout.ranks, -1))
-        parts: list[Tensor] = []
-        for segment in plan.packed if dtype is not None else ():
-            if segment.parameter < 0:
-                parts.append(plan.zeros[segment.size].to(dtype))
-                continue
-            grad, place = grads[segment.parameter], layout.offsets[segment.parameter]
-            assert dtype is not None  # the loop has no segments otherwise
-            if grad is None:
-                shape = (layout.ranks, segment.size) if segment.parameter in plan.blocks else place.shape
-                parts.append(torch.zeros(shape, dtype=dtype, device=device))
-            elif segment.parameter in plan.blocks:  # chunk_cat would chunk it otherwise
-                parts.append(torch.empty(layout.ranks, segment.size, dtype=dtype, device=device))
-                _copy_blocks(grad, place, parts[-1])
-            else:
-                parts.append(grad.contiguous())
-        if parts:
-            _torch.chunk_cat(parts, message.view(layout.ranks, -1))
+        _copy_packed(plan, grads, message.view(layout.ranks, -1))
         if factor != 1.0:
             message.mul_(factor)
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

@@ -89,6 +89,8 @@ class ParamGroup:
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept)
         self.divided = ""
+        # Options of the last reduction, whether it deferred its second step, and the factors that follow.
+        self.factors: tuple[object, bool, Any] | None = None
         self.installed = False
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
         self.unsharded: list[Tensor] = []

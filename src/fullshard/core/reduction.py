@@ -149,7 +149,11 @@ class Reduction:
             options: the caller's options.
             defer: leave the reduction over replicas to a later reduction of the group.
         """
-        self.group, self.factors = group, ReductionFactors.of(group, options, defer=defer)
+        self.group = group
+        known = group.factors  # of the last reduction, which had the same options, most likely
+        if known is None or known[0] is not options or known[1] is not defer:
+            known = group.factors = options, defer, ReductionFactors.of(group, options, defer=defer)
+        self.factors: ReductionFactors = known[2]
         self.stage = Stage.PACKED
         self.has_hooks = group.has_hooks
         self.used: list[bool] = []

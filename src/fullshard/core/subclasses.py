@@ -56,6 +56,8 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 def version_of_memory(tensor: Tensor) -> int:
     """Return a number that increases with every write to `tensor`, or to a tensor inside of a subclass."""
+    if tensor.is_inference():
+        return 0  # what was made in inference mode counts no writes; the first flat shard takes its place
     return tensor._version + (0 if type(tensor) is Tensor else sum(inner._version for inner in inner_tensors(tensor)))
 
 

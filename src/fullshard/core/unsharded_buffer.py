@@ -89,7 +89,8 @@ Step = Callable[[], object]
 def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]:
     """Return the copy-out: steps that copy the packed all-gather output to the parameters' regions of the buffer.
 
-    Dim-0 parameters need one call, parameters sharded along other dims a second one.
+    Dim-0 parameters need one call, parameters sharded along other dims a second one. On the CPU, where the call copies one
+    region after the other, neighbors of equal size are copied as one.
 
     Args:
         layout: layout of the group.
@@ -97,12 +98,12 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
         staging: the packed all-gather output, (ranks * size,).
     """
     sizes: list[int] = []
-    regions: list[Tensor] = []
+    offsets: list[int] = []
     permuted: list[Tensor] = []
     blocks: list[Tensor] = []
     if layout.packed is None or not staging.numel():
         return []
-    packed, column = staging.view(layout.ranks, -1), 0
+    ranks, packed, column = layout.ranks, staging.view(layout.ranks, -1), 0
     for segment in layout.packed.segments:
         place = layout.offsets[segment.parameter] if segment.parameter >= 0 else None
         if segment.size and place is not None and place.permuted:
@@ -112,14 +113,39 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
             blocks += block_parts
         elif segment.size and not permuted:  # the layout puts permuted parameters last; gaps between them need no copy
             sizes.append(segment.size)
-            regions.append(flat[segment.unsharded_offset :][: layout.ranks * segment.size].view(layout.ranks, -1))
+            offsets.append(segment.unsharded_offset)
         column += segment.size
     steps: list[Step] = []
-    if sizes:
+    if sizes and flat.device.type == "cpu":
+        steps.append(partial(torch._foreach_copy_, *_runs(packed, flat, sizes, offsets)))
+    elif sizes:
+        regions = [flat[offset:][: ranks * size].view(ranks, -1) for offset, size in zip(offsets, sizes)]
         steps.append(partial(_torch.split_copy, packed[:, : sum(sizes)], sizes, regions))
     if permuted:
         steps.append(partial(torch._foreach_copy_, permuted, blocks))
     return steps
+
+
+def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return matching views of `flat` and `packed`, (count, ranks, size) each: one pair for each run of columns of equal size.
+
+    Args:
+        packed: the packed all-gather output, (ranks, columns).
+        flat: the unsharded buffer, where the regions of one run follow each other.
+        sizes: of each column.
+        offsets: of its region in `flat`, (ranks * size,).
+    """
+    ranks, column, at = len(packed), 0, 0
+    regions: list[Tensor] = []
+    columns: list[Tensor] = []
+    while at < len(sizes):
+        size, count = sizes[at], 1
+        while sizes[at + count : at + count + 1] == [size] and offsets[at + count] == offsets[at] + count * ranks * size:
+            count += 1
+        regions.append(flat[offsets[at] :][: count * ranks * size].view(count, ranks, size))
+        columns.append(packed[:, column : column + count * size].view(ranks, count, size).transpose(0, 1))
+        column, at = column + count * size, at + count
+    return regions, columns
 
 
 class AllGather:
