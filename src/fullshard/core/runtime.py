@@ -390,7 +390,7 @@ class Runtime:
     def _discard_unsharded(self, unit: Unit) -> None:
         """Free the unsharded parameters of a unit, whatever state they are in."""
         gathering = self._gathering.pop(unit.number, None)
-        unit.exposure.writable = False  # or freeing would raise if the user wrote to a parameter
+        unit.writable = False  # or freeing would raise if the user wrote to a parameter
         if gathering is None:
             with suppress(StateError):  # memory that numpy uses, which is dropped then
                 unit.free_unsharded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,14 +31,6 @@ from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime
-
-
-@dataclass(slots=True, eq=False)
-class Exposure:
-    """How users see the unsharded parameters of one unit."""
-
-    plain: bool = False  # full_params() shows plain Parameters on the modules
-    writable: bool = False  # users hold the unsharded parameters; resharding raises if they wrote to one
 
 
 class Unit:
@@ -86,7 +78,8 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.place = UnitModules(modules)
         self.progress = ForwardProgress()
-        self.exposure = Exposure()
+        self.shows_plain = False  # full_params() shows plain Parameters on the modules
+        self.writable = False  # users hold the unsharded parameters; resharding raises if they wrote to one
         # Checks that the next forward runs before it unshards, in order.
         self.first_use: list[FirstUse] = []
         # Whether `decide_gathers` ran since the groups were built.
@@ -149,7 +142,7 @@ class Unit:
         """Raise StateError for a forward that cannot be. End the forward before, if it was cut short without any hook."""
         if self.refused:
             raise StateError(f"The forward of unit '{self.name}' was called while {self.refused}")
-        if self.exposure.plain:
+        if self.shows_plain:
             raise StateError(
                 f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
                 "write. Call it outside, or keep the model unsharded with resident()."
@@ -324,7 +317,7 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
-        if self.exposure.writable:
+        if self.writable:
             self.check_unmodified()
         for group in self.groups:
             if group.installed:
@@ -333,7 +326,7 @@ class Unit:
 
     def expose(self) -> None:
         """Record the versions of the unsharded parameters, which the user holds from now on."""
-        self.exposure.writable = True
+        self.writable = True
         for parameter in self.parameters:
             parameter.note_version()
 
@@ -342,14 +335,14 @@ class Unit:
 
         It raises once: the next call discards the write, as the error says.
         """
-        self.exposure.writable = False
+        self.writable = False
         for parameter in self.parameters:
             parameter.check_unwritten()
 
     @property
     def shows_full(self) -> bool:
         """True if the modules hold unsharded parameters, so that walking the modules does not find the sharded ones."""
-        return self.exposure.plain or any(group.installed for group in self.groups)
+        return self.shows_plain or any(group.installed for group in self.groups)
 
     # --- shards that were written or moved ---
 
@@ -702,7 +695,7 @@ class Unit:
 
 def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
     """Raise StateError inside of full_params() of the unit."""
-    if unit.exposure.plain:
+    if unit.shows_plain:
         raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}'. Call it before or after the block.")
 
 
@@ -720,7 +713,6 @@ def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
 
 
 __all__ = [
-    "Exposure",
     "Unit",
     "name_units_in",
     "refuse_inside_full_params",

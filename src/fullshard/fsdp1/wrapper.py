@@ -448,7 +448,7 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             This wrapper.
         """
-        if any(unit.exposure.plain for unit in units_of(self, True)):
+        if any(unit.shows_plain for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
         with full_params(self), class_swap.with_original_classes(units_of(self, True), plain_class):
             return super().apply(fn)  # type: ignore[return-value]
@@ -506,7 +506,7 @@ class FullyShardedDataParallel(nn.Module):
             StateError: inside `summon_full_params()`.
             RuntimeError: torch's error, for names or shapes that do not match.
         """
-        if any(unit.exposure.plain for unit in units_of(self, True)):
+        if any(unit.shows_plain for unit in units_of(self, True)):
             raise StateError("load_state_dict() cannot run inside summon_full_params(). Call it outside of the block.")
         try:
             return super().load_state_dict(*args, **kwargs)
@@ -1178,7 +1178,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
     """
     state_format = _model_format(module._state_dict_settings)
     unit: Unit | None = module._own_unit
-    if unit is not None and unit.exposure.plain and state_format.kind is not state_dicts.FULL:
+    if unit is not None and unit.shows_plain and state_format.kind is not state_dicts.FULL:
         raise StateError(
             f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
         )

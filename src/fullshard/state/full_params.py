@@ -88,7 +88,7 @@ def full_params(
     before = [_shard_state(unit, grads=grads) for unit in units]
     has_begun, raised = False, False
     for unit in units:
-        unit.exposure.plain = True
+        unit.shows_plain = True
     try:
         with torch.no_grad():
             for unit in units:
@@ -100,7 +100,7 @@ def full_params(
         raise
     finally:
         for unit in units:
-            unit.exposure.plain = False
+            unit.shows_plain = False
         with torch.no_grad():
             # `restore` returns False if the caller assigned another Parameter inside the block.
             assigned = [one.parameter.name for one in installed if not one.parameter.restore(one.plain)]
