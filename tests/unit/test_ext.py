@@ -45,7 +45,13 @@ def train(rank, store):
             optimizer.zero_grad()
     for ours, theirs in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(ours.full_tensor(), theirs)
+    try:
+        nn.init.normal_(model[0].weight)
+        filled = ""
+    except fullshard.StateError as failure:
+        filled = str(failure)
     dist.destroy_process_group()
+    return filled
 
 def ended(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -54,11 +60,12 @@ def try_copy(folder):
     sys.path.insert(0, folder)
     import fullshard
     assert fullshard.__file__.startswith(folder), fullshard.__file__
-    with open(f"{folder}/names.json", "w") as file:
-        json.dump(sorted(name for name in fullshard.__all__ if hasattr(fullshard, name)), file)
     store = f"{folder}/store"
     other = fork(train, 1, store)
-    train(0, store)
+    filled = train(0, store)
+    names = sorted(name for name in fullshard.__all__ if hasattr(fullshard, name))
+    with open(f"{folder}/found.json", "w") as file:
+        json.dump([names, filled], file)
     assert not ended(other), "rank 1 failed"
 
 def fork(call, *args):
@@ -120,5 +127,8 @@ def test_without_the_file_of_a_rare_feature_the_rest_trains(copies: dict[str, tu
 
     code, place, errors = copies[feature]
     assert code == 0, errors
-    names = set(json.loads((place / "names.json").read_text()))
-    assert set(fullshard.__all__) - names == exported(feature), "its names are gone, and no others"
+    names, filled = json.loads((place / "found.json").read_text())
+    assert set(fullshard.__all__) - set(names) == exported(feature), "its names are gone, and no others"
+    assert ("parameter '0.weight'" in filled and "each shard would get the same numbers" in filled) == (feature == "fills"), (
+        filled
+    )

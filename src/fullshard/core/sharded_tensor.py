@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,22 +26,18 @@ _REMEDY = (
     "fullshard.materialize(model, init=)."
 )
 _RANDOM_TAG = torch.Tag.nondeterministic_seeded
-# Random operations that overwrite the whole tensor without reading it.
-_RANDOM_FILLS = frozenset(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        *((name, "default") for name in ("normal_", "uniform_", "exponential_", "geometric_", "cauchy_", "log_normal_")),
-        *(("random_", overload) for overload in ("default", "from", "to")),
-        ("bernoulli_", "float"),
-        *((name, overload) for name in ("rand_like", "randn_like") for overload in ("default", "generator")),
-        ("randint_like", "default"),
-        ("randint_like", "low_dtype"),
-        ("eye", "out"),
-        ("eye", "m_out"),
-    )
-)
 # Their results stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
+
+Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+"""Computes an operator, (operator, args, kwargs), on sharded parameters. None: compute it as without a handler."""
+
+_HANDLERS: dict[Any, Handler] = {}
+
+
+def register_operator(operator: Any, handler: Handler) -> None:
+    """Let `handler` compute an operator on sharded parameters, in place of DTensor."""
+    _HANDLERS[operator] = handler
 
 
 class ShardedDTensor(DTensor):
@@ -51,19 +47,15 @@ class ShardedDTensor(DTensor):
     subclass runs before that: it computes with a plain DTensor that has the same memory, names the parameter in errors, and
     records writes. During `optimizer.step()` the class of the instances is DTensor, so a step costs as much as with DTensors.
     Reading attributes (`.grad`, `.shape`) costs nothing extra.
-
-    Random fills (`torch.nn.init`, `reset_parameters()`) draw the unsharded tensor on each rank, which then keeps its shard. If
-    all ranks have the same seed, the weights equal those of the unsharded model for any number of ranks, and so do the states
-    of the generators afterwards. A fill needs memory for one unsharded parameter. If the seeds differ, the shards belong to
-    different models: replicas are compared at the first forward, but shards cannot be.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _RANDOM_FILLS and (filled := _random_fill(func, args, kwargs)) is not None:
-            return filled
+        handler = _HANDLERS.get(func)
+        if handler is not None and (handled := handler(func, args, kwargs or {})) is not None:
+            return handled
         sharded: list[ShardedDTensor] = []
         plain = [_to_plain(value, sharded) for value in args]
         out = kwargs.get("out") if kwargs else None
@@ -194,31 +186,6 @@ def _plain_dtensor(tensor: ShardedDTensor) -> DTensor:
     return cached
 
 
-def _random_fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the random fill `func` on an unsharded tensor and keep this rank's shard. Return None for a meta tensor."""
-    kwargs = dict(kwargs or {})
-    outs = kwargs.pop("out", None)
-    tensor = outs if outs is not None else args[0]
-    local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
-    if local.device.type == "meta":
-        return None
-    if not _torch.writes(func):  # rand_like and others return a new tensor
-        dtype = kwargs.get("dtype") or local.dtype
-        full = func(unsharded_like(tensor), *args[1:], **kwargs)
-        made = _torch.dtensor(
-            _shard_of(tensor, full).contiguous(), _torch.spec(spec.mesh, spec.placements, tensor.shape, dtype)
-        )
-        _tag_view(made, tensor, func)
-        return made
-    full = unsharded_like(tensor)
-    if outs is not None:
-        func(*args, **kwargs, out=full)
-    else:
-        func(full, *args[1:], **kwargs)
-    store_shard(tensor, full)
-    return tensor
-
-
 def unsharded_like(tensor: ShardedDTensor) -> Tensor:
     """Return an uninitialized tensor with the shape and strides of the unsharded parameter."""
     # Strides matter, because random numbers are drawn in memory order.
@@ -228,13 +195,13 @@ def unsharded_like(tensor: ShardedDTensor) -> Tensor:
 
 def store_shard(tensor: ShardedDTensor, full: Tensor) -> None:
     """Copy this rank's shard of `full`, (tensor.shape), into the parameter."""
-    part = _shard_of(tensor, full)
+    part = local_rows(tensor, full)
     _before_writes(tensor)
     _torch.local_tensor(tensor).copy_(part)
     _note_writes(tensor)
 
 
-def _shard_of(tensor: ShardedDTensor, full: Tensor) -> Tensor:
+def local_rows(tensor: ShardedDTensor, full: Tensor) -> Tensor:
     """Return this rank's shard of `full`, (tensor.shape)."""
     logical, spec = _logical(tensor), _torch.spec_of(tensor)
     if logical is not None and tensor.shape == logical.shape and spec.placements == logical.sharding.placements:
@@ -243,8 +210,8 @@ def _shard_of(tensor: ShardedDTensor, full: Tensor) -> Tensor:
 
 
 def _check_random(func: Any, sharded: list[ShardedDTensor]) -> None:
-    """Raise StateError for a random operation other than a fill: each shard would get the same numbers."""
-    if _RANDOM_TAG in func.tags and func not in _RANDOM_FILLS and (names := _names(sharded)):
+    """Raise StateError for a random operation without a handler: each shard would get the same numbers."""
+    if _RANDOM_TAG in func.tags and func not in _HANDLERS and (names := _names(sharded)):
         raise StateError(f"{func} cannot be computed on sharded {names}: each shard would get the same numbers. {_REMEDY}")
 
 

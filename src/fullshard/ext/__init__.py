@@ -7,6 +7,7 @@ lists.
 any_failed.py       any_failed(): skip a failed step on all ranks
 equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
 finalize.py         FSDPModule.finalize_backward(): backwards that the user ends
+fills.py            random fills of sharded parameters: torch.nn.init, reset_parameters()
 gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
 join.py             FSDPModule.join(): take part in collectives without computing
@@ -17,6 +18,7 @@ unwritten.py        memory that `to_empty()` or `load_weights()` left without va
 """
 
 import fullshard.ext.equal_values
+import fullshard.ext.fills
 import fullshard.ext.join
 import fullshard.ext.remarks
 import fullshard.ext.unwritten
