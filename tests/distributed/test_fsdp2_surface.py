@@ -140,10 +140,10 @@ def test_every_field_of_the_installed_torchs_policies_is_here() -> None:
 def test_every_hook_of_tensor_subclasses_that_the_installed_torch_asks_for_is_here() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    from fullshard.core import extension
+    from fullshard.ext import subclasses
 
     asked = set(re.findall(r'"(fsdp_\w+)"', inspect.getsource(_fsdp_param)))
-    assert asked and asked <= set(re.findall(r'"(fsdp_\w+)"', inspect.getsource(extension)))
+    assert asked and asked <= set(re.findall(r'"(fsdp_\w+)"', inspect.getsource(subclasses)))
 
 
 def test_what_a_newer_torch_would_add_is_found() -> None:
@@ -670,7 +670,7 @@ def test_gathered_outputs_that_a_subclass_lets_go_have_no_memory_while_it_comput
     sharded = copy.deepcopy(model)
     sharded.weight = nn.Parameter(quantized)
     fully_shard(sharded, mesh=world.mesh)
-    group = next(group for group in sharded._fullshard_unit.groups if group.extension)
+    group = next(group for group in sharded._fullshard_unit.groups if not group.flat)
     held: list[int] = []
     sharded.register_forward_pre_hook(lambda *_: held.append(sum(out.untyped_storage().size() for out in group._buffer._outs)))
     for step in range(3):

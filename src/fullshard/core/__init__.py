@@ -10,6 +10,7 @@ optimizers   `Unit.prepare_step` comes before a step; `use_plain_dtensor` makes 
 integers     `plan_layout`: the `GroupLayout` of a group, for a `DirectRule`; `ParamSharding` and `ShardAxis`: meshes
 schedule     `Scheduler`: events in, `Action`s out; predictions run the same one
 ranks        `Agreement`: the ranks in one call outside of a step, and their logged collectives
+extensions   `register_group`: a kind of group; `register_operator`: an operator on sharded parameters
 
 The files, in the order of a unit's life:
 
@@ -48,7 +49,6 @@ Rare features, each called from one place:
 
 recovery.py            finds what an exception or an interrupt broke off, and has the runtime reset it
 late_grads.py          gradients that arrive without a hook on an output
-extension.py           tensor subclasses with their own all-gather hooks
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 replaced_parameters.py parameters from before sharding, and the ones that replaced them
 """
@@ -63,7 +63,6 @@ from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall, abort_groups
 from fullshard.core.copies import agreement_of_all, digest, find_difference
-from fullshard.core.extension import needs_own_group
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.heartbeat import SentHeartbeat, message_length
@@ -84,7 +83,7 @@ from fullshard.core.layout import (
 )
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh, subgroup_of
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
-from fullshard.core.param_group import ParamGroup
+from fullshard.core.param_group import ParamGroup, group_class, register_group
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient
@@ -121,7 +120,7 @@ from fullshard.core.sharded_tensor import (
     unsharded_like,
     use_plain_dtensor,
 )
-from fullshard.core.subclasses import values_of
+from fullshard.core.subclasses import exact_copy, is_plain, take_attributes, values_of
 from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_modules import (
     ForwardProgress,
@@ -134,6 +133,7 @@ from fullshard.core.unit_modules import (
     units_of,
 )
 from fullshard.core.unit_options import UnitOptions
+from fullshard.core.unsharded_buffer import PlannedAllGather, Storage, tensor_on_storage
 
 __all__ = [
     "ALLOCATION",
@@ -173,6 +173,7 @@ __all__ = [
     "ParamRef",
     "ParamSharding",
     "PlacementFn",
+    "PlannedAllGather",
     "Ranks",
     "Reduce",
     "ReduceScatter",
@@ -190,6 +191,7 @@ __all__ = [
     "Slice",
     "Slot",
     "StartedWork",
+    "Storage",
     "Unit",
     "UnitName",
     "UnitOptions",
@@ -212,23 +214,26 @@ __all__ = [
     "current_parameter",
     "detach_unit",
     "digest",
+    "exact_copy",
     "find_difference",
     "flat_gradient",
     "full_tensor",
+    "group_class",
     "has_few_rows",
     "install_hooks",
     "is_ignored",
+    "is_plain",
     "like_shard",
     "listed",
     "local_rows",
     "logical_parameters",
     "make_unit",
     "message_length",
-    "needs_own_group",
     "own_modules",
     "plan_layout",
     "recovered",
     "refuse_inside_full_params",
+    "register_group",
     "register_operator",
     "remove_hooks",
     "remove_hooks_from_copies",
@@ -244,6 +249,8 @@ __all__ = [
     "store_shard",
     "stream_for",
     "subgroup_of",
+    "take_attributes",
+    "tensor_on_storage",
     "tensors_in",
     "to_local",
     "together",

@@ -9,18 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
 from fullshard.comm.streams import Lane, Work, nothing
-from fullshard.core.extension import ExtensionBuffer, needs_own_group, own_shard
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.packing import ReductionPlan
+from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.subclasses import take_attributes
-from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage
+from fullshard.core.subclasses import is_plain, take_attributes
+from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage, UnshardedBuffer
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
 
@@ -37,7 +37,7 @@ class ParamGroup:
     A group has many parameters in a few buckets, and one unsharded buffer, which the first all-gather creates.
 
     Attributes:
-        extension: whether the group has one parameter that cannot be part of a flat shard (`needs_own_group`).
+        flat: whether the shards are parts of a flat shard. Groups of another kind (`register_group`) have one parameter each.
         parameters: the sharded parameters, in the order of `layout.offsets`.
         fingerprints: hashes of the group's collectives for the collective log.
         dtypes: dtypes of storage, computation, reductions, kept gradients and `.grad`.
@@ -56,7 +56,7 @@ class ParamGroup:
         unsharded: the unsharded parameters; empty before the first all-gather, and for one that is a tensor subclass.
     """
 
-    extension = False
+    flat = True
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ParamGroup:
         axis = parameters[0].sharding.axis
         self.two_hops, self.is_replicated = axis.hybrid is not None, axis.is_replicated
         self.layout, self.shard_layout = self._plan_layouts()
-        self.shard, self._unbound = self._copy_shards(values, unwritten)
+        self.shard, self._unbound = self.copy_shards(values, unwritten)
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
         self.grads = GroupGradients(parameters, dtypes.kept)
         self.divided = ""
@@ -95,7 +95,7 @@ class ParamGroup:
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
         self.unsharded: list[Tensor] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
-        self._buffer: FlatBuffer | ExtensionBuffer | None = None
+        self._buffer: UnshardedBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
         self._keeps_memory = False
         # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
@@ -149,7 +149,7 @@ class ParamGroup:
         )
 
     @torch.inference_mode(False)  # or a model that is sharded or loaded there had no version counters
-    def _copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
+    def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
         """Copy `values` into a new flat shard, whose gaps are zeros. Return it and the shards in it."""
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
@@ -269,18 +269,38 @@ class ParamGroup:
 
         Raises StateError if the memory is kept.
         """
-        if self._keeps_memory and not self.extension:
+        if self._keeps_memory and self.flat:
             raise StateError(
                 f"Parameter '{self.parameters[0].name}' and others of its group cannot get new memory: "
                 "set_keep_unsharded_storage(True) keeps it, and an earlier .data, detach() or state_dict() still shares it. "
                 "Clone those first (p.data.clone()), or write in place: p.data.copy_(value)."
             )
         with torch.inference_mode(False), torch.no_grad():
-            self.shard, self._unbound = self._copy_shards([parameter.local for parameter in self.parameters], ())
+            self.shard, self._unbound = self.copy_shards([parameter.local for parameter in self.parameters], ())
             self.bind_parameters()
         buffer = self._inner_shard if self.two_hops else self._buffer
         if isinstance(buffer, FlatBuffer):
             buffer.gather_from(self.shard)
+
+    # --- kinds of groups ---
+
+    @classmethod
+    def takes(cls, shard: Tensor) -> bool:
+        """Return True if a parameter with this shard belongs in a group of this kind."""
+        return is_plain(shard)
+
+    @classmethod
+    def check_sharding(cls, name: str, tensor: Tensor, sharding: ParamSharding) -> None:
+        """Raise ValueError if an unsharded parameter cannot be sharded in a group of this kind."""
+        if not cls.takes(tensor):
+            raise ValueError(
+                f"Parameter '{name}' cannot be sharded: expected a plain torch.Tensor, got a {type(tensor).__name__}, which no "
+                "kind of group takes. Convert it first, or leave it out by ignored_params."
+            )
+
+    @classmethod
+    def check_gather(cls, parameter: ShardedParameter) -> None:
+        """Raise StateError if a group of this kind cannot all-gather a parameter. Called before the first all-gather."""
 
     # --- all-gather ---
 
@@ -299,10 +319,10 @@ class ParamGroup:
         over_replicas = self._allocate_inner_shard() if self.two_hops else None
         buffer = self._buffer
         if buffer is None:
-            self._check_device()
+            self.check_device()
             # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
             with torch.inference_mode(False), torch.no_grad():
-                buffer = self._buffer = self._make_unsharded()
+                buffer = self._buffer = self.make_unsharded()
             self.unsharded = [parameter.unsharded for parameter in self.parameters if parameter.unsharded is not None]
             buffer.keep = self._keeps_memory
         versions = self.shard_versions()
@@ -319,7 +339,7 @@ class ParamGroup:
 
     def _allocate_inner_shard(self) -> AllGather | None:
         """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one."""
-        self._check_device()
+        self.check_device()
         versions = self.shard_versions()
         inner = self._inner_shard
         if inner is None:
@@ -350,12 +370,12 @@ class ParamGroup:
         return call
 
     def _note_copy(self, copied: Work | None, call: Work) -> None:
-        """Record the work that reads the shard in host memory: the copy-in or, for an extension, the whole collective.
+        """Record the work that reads the shard in host memory: the copy-in or, without a flat shard, the whole collective.
 
         The host waits for it before it writes the shard. The collective may never complete, so it is recorded only where there
         is no copy-in by itself.
         """
-        reads = call if self.extension else copied  # the second of two hops reads the inner shard, which is on the device
+        reads = copied if self.flat else call  # the second of two hops reads the inner shard, which is on the device
         if reads is not None:
             self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), reads]
 
@@ -370,7 +390,7 @@ class ParamGroup:
         dtypes, storage = replace(self.dtypes, storage=self.dtypes.compute), replace(self.storage, host=False)
         return FlatBuffer(self.layout, dtypes, self.collectives, storage, inner.flat)
 
-    def _make_unsharded(self) -> FlatBuffer | ExtensionBuffer:
+    def make_unsharded(self) -> UnshardedBuffer:
         """Create the unsharded buffer and the unsharded parameters in it."""
         buffer = self._make_buffer(self._inner_shard)
         for parameter, view in zip(self.parameters, buffer.views):
@@ -384,7 +404,7 @@ class ParamGroup:
             communicator: runs and logs the collectives.
             action: text of the call in the log.
         """
-        self._check_device()
+        self.check_device()
         with torch.no_grad():
             stream, inner = communicator.all_gather_stream, None
             if self.two_hops:
@@ -396,7 +416,8 @@ class ParamGroup:
             copy.release_staging()
             return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, copy.views)]
 
-    def _check_device(self) -> None:
+    def check_device(self) -> None:
+        """Raise StateError if a shard is not on the device where the shards are kept."""
         device, home = self.parameters[0].local.device, self.storage.home
         if device.type == "meta":
             names = ", ".join(f"'{p.name}'" for p in self.parameters[:3]) + (", ..." if len(self.parameters) > 3 else "")
@@ -413,7 +434,7 @@ class ParamGroup:
             )
 
     def finish_all_gather(self) -> None:
-        """Complete the all-gather: release its staging memory, and run the hook of an extension.
+        """Complete the all-gather: release its staging memory.
 
         Call this after the compute stream waited for the all-gather.
         """
@@ -508,40 +529,6 @@ class ParamGroup:
         return grads if found else None
 
 
-class ExtensionGroup(ParamGroup):
-    """Group of one parameter that cannot be part of a flat shard, as a tensor subclass with its own all-gather hooks.
-
-    Every all-gather runs over the whole shard axis; a smaller group by `reshard_after_forward=k` is not used.
-    """
-
-    extension = True
-
-    def shard_versions(self) -> list[int]:
-        """Return a number that increases with every write to the shard, or to a tensor inside of it."""
-        return [self.parameters[0].version]
-
-    def _copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
-        return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device), [own_shard(values[0])]
-
-    def finish_all_gather(self) -> None:
-        """Complete the all-gather, in which the first one makes the unsharded parameter."""
-        super().finish_all_gather()
-        unsharded = self.parameters[0].unsharded
-        if not self.unsharded and type(unsharded) is nn.Parameter:
-            self.unsharded = [unsharded]
-
-    def _make_unsharded(self) -> ExtensionBuffer:
-        return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
-
-    def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
-        """Raise StateError: the subclass has one output buffer, so a copy is impossible."""
-        self._check_device()
-        raise StateError(
-            f"Parameter '{self.parameters[0].name}' cannot be copied unsharded: its fsdp_post_all_gather has one output only. "
-            "Read the parameter in a forward, or between unshard() and reshard()."
-        )
-
-
 def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
     """Write zeros between the ranges in `taken`, (start, number of elements) each, and after the last one."""
     end = 0
@@ -551,9 +538,17 @@ def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
         end = start + size
 
 
-def group_class(value: Tensor) -> type[ParamGroup]:
-    """Return the group class for a parameter whose shard is `value`."""
-    return ExtensionGroup if needs_own_group(value) else ParamGroup
+_KINDS: list[type[ParamGroup]] = []
+
+
+def register_group(kind: type[ParamGroup]) -> None:
+    """Let groups of class `kind` have the parameters whose shards `kind.takes` accepts, one parameter each."""
+    _KINDS.append(kind)
+
+
+def group_class(shard: Tensor) -> type[ParamGroup]:
+    """Return the class of the group of a parameter with this shard, or with this unsharded tensor."""
+    return next((kind for kind in _KINDS if kind.takes(shard)), ParamGroup)
 
 
 def group_parameters(
@@ -566,7 +561,7 @@ def group_parameters(
     """
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
-        alone = index if needs_own_group(value) else -1
+        alone = -1 if group_class(value).flat else index
         key = (dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
         groups.setdefault(key, []).append(index)
     return [(key[0], members) for key, members in groups.items()]

@@ -96,16 +96,7 @@ def take_attributes(source: Tensor, target: Tensor, *, values: bool = True, meth
             setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
 
 
-def become(target: Tensor, source: Tensor) -> None:
-    """Give `target` the tensors inside of `source`, a tensor of the same subclass, and its attributes."""
-    vars(target).update(vars(source))
-    names, _ = source.__tensor_flatten__() if hasattr(source, "__tensor_flatten__") else ((), None)
-    for name in names:  # a class with __slots__ has them in no dict
-        setattr(target, name, getattr(source, name))
-
-
 __all__ = [
-    "become",
     "exact_copy",
     "inner_tensors",
     "is_plain",

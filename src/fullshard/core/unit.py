@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
-from fullshard.core.extension import check_extension, needs_own_group
 from fullshard.core.extension_points import FirstUse
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
@@ -668,10 +667,10 @@ class Unit:
         """
         self.refresh()
         for parameter in self.parameters:
-            check_extension(parameter)
+            group_class(parameter.local).check_gather(parameter)
         changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]
         if any(changed) or any(
-            needs_own_group(parameter.local) is not group.extension for group in self.groups for parameter in group.parameters
+            group_class(parameter.local) is not type(group) for group in self.groups for parameter in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.gathers_decided = True

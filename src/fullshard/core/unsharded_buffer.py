@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -223,6 +224,40 @@ class CustomMemoryAllGather(AllGather):
 def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
     """Return the storage of `tensor`, and its size in bytes."""
     return tensor.untyped_storage(), tensor.untyped_storage().size()
+
+
+class UnshardedBuffer(Protocol):
+    """The memory that a group's parameters are all-gathered into. `FlatBuffer` is the one of a flat shard.
+
+    Attributes:
+        versions: versions of the shards that were all-gathered last; empty before the first all-gather.
+        keep: whether the memory is kept when it is freed.
+    """
+
+    versions: list[int]
+    keep: bool
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the unsharded parameters that are allocated."""
+        ...
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that are allocated, staging memory included."""
+        ...
+
+    def allocate(self, versions: list[int]) -> AllGather:
+        """Allocate the memory on the compute stream, and return the all-gather of the shards, which have these versions."""
+        ...
+
+    def release_staging(self) -> None:
+        """Free what only the all-gather needs, after the compute stream waited for it."""
+        ...
+
+    def free(self) -> None:
+        """Free the memory, unless it is kept. The tensors stay."""
+        ...
 
 
 class FlatBuffer:

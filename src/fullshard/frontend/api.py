@@ -16,15 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
-from fullshard.core.extension import missing_extension_method, needs_own_group, own_shard
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, check_order, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
+from fullshard.core.param_group import group_class
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, to_local
-from fullshard.core.subclasses import is_plain
 from fullshard.core.unit import name_units_in
 from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
@@ -417,34 +416,11 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
 
 def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
     tensor = to_local(ref.parameter.data)
+    kind = group_class(tensor)
     # A parameter with a group of its own is not all-gathered in two hops, so it is sharded over the shard dim only.
-    how = plan_sharding(ref.parameter, axis.transport if needs_own_group(tensor) else axis, placement_fn, name=ref.name)
-    if how.dim != 0 and needs_own_group(tensor):
-        raise ValueError(
-            f"Parameter '{ref.name}' cannot be sharded along dim {how.dim}: it is a tensor subclass, or has all-gather hooks, "
-            "and is all-gathered by rows. Shard it along dim 0."
-        )
-    if not is_plain(tensor):
-        _check_subclass_shard(ref.name, tensor, how)
+    how = plan_sharding(ref.parameter, axis if kind.flat else axis.transport, placement_fn, name=ref.name)
+    kind.check_sharding(ref.name, tensor, how)
     return how
-
-
-def _check_subclass_shard(name: str, tensor: torch.Tensor, how: ParamSharding) -> None:
-    """Raise ValueError if a tensor subclass cannot be sharded.
-
-    The all-gather of a subclass is checked later, before the first all-gather.
-    """
-    try:
-        with torch.no_grad():
-            shard = own_shard(how.slice(tensor.detach()))
-    except Exception as failure:
-        raise ValueError(
-            f"Parameter '{name}' cannot be sharded: slicing a {type(tensor).__name__} raised {failure}"
-        ) from failure
-    if type(shard) is not type(tensor):
-        raise ValueError(
-            f"Parameter '{name}' cannot be sharded: a slice of a {type(tensor).__name__} is a {type(shard).__name__}."
-        )
 
 
 def _check_parameters(refs: Sequence[ParamRef], axis: ShardAxis) -> None:
@@ -462,9 +438,6 @@ def _unsupported_reason(parameter: nn.Parameter) -> str | None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet. Run one forward of the lazy module, then call fully_shard"
     tensor = to_local(parameter.data)
-    missing = missing_extension_method(tensor)
-    if missing is not None:
-        return f"its class {type(tensor).__name__} defines one half of the all-gather protocol. Define {missing} as well"
     if tensor.layout != torch.strided:
         return f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}"
     return None

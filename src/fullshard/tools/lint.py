@@ -43,7 +43,7 @@ def lint(model: nn.Module) -> list[str]:
 def _padding(units: list[Unit]) -> Iterator[str]:
     """Yield remarks on units whose padding is more than a tenth of their parameters."""
     for unit in units:
-        groups = [group for group in unit.groups if not group.extension]
+        groups = [group for group in unit.groups if group.flat]
         real = sum(parameter.sharding.local_shape.numel() for group in groups for parameter in group.parameters)
         padded = sum(group.layout.shard_numel * group.layout.ranks for group in groups)
         if real and padded - real > max(real // 10, 1_000_000):

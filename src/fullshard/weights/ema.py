@@ -32,7 +32,7 @@ class _FlatAverages:
     @property
     def weights(self) -> Tensor:
         """The weights, (shard_numel,): the flat shard, or the tensor inside of a subclass."""
-        if not self.group.extension:
+        if self.group.flat:
             return self.group.shard
         values = values_of(self.group.parameters[0].local)
         assert values is not None  # `EMA._groups` has checked that
@@ -125,9 +125,9 @@ class EMA:
         found: list[ParamGroup] = []
         for group in (group for unit in self._units for group in unit.groups):
             parameter = group.parameters[0]
-            if parameter.local.is_floating_point() and (not group.extension or values_of(parameter.local) is not None):
+            if parameter.local.is_floating_point() and (group.flat or values_of(parameter.local) is not None):
                 found.append(group)
-            elif group.extension and group.trainable:
+            elif not group.flat and group.trainable:
                 raise StateError(
                     f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: its values are "
                     f"computed by a {type(parameter.local).__name__}. Freeze it with requires_grad_(False), which leaves it "

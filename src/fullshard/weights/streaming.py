@@ -23,7 +23,7 @@ from fullshard.core import (
     StartedWork,
     Unit,
     all_gather_full,
-    needs_own_group,
+    group_class,
 )
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values, has_marks
@@ -425,7 +425,7 @@ def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
     parameter = entry.parameter
     if parameter is None or _unsharded_now(entry, dtype) is not None:
         return "local"
-    if needs_own_group(parameter.local) or parameter.sharding.tensor_parallel is not None:
+    if not group_class(parameter.local).flat or parameter.sharding.tensor_parallel is not None:
         return "single"
     sharding = parameter.sharding
     return "local" if not sharding.shape or sharding.axis.group is None or sharding.axis.ranks == 1 else "bucket"
@@ -434,7 +434,7 @@ def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
 def _unsharded_now(entry: ModelEntry, dtype: torch.dtype) -> Tensor | None:
     """Return the unsharded parameter if the module has it at the moment, in this dtype; otherwise None."""
     parameter = entry.parameter
-    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or needs_own_group(parameter.local):
+    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or not group_class(parameter.local).flat:
         return None  # all-gather hooks may return other values than those that are stored
     full = parameter.unsharded
     if full is None or parameter.current is not full or full.dtype != dtype:

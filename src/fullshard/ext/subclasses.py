@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.comm.base import Collectives
-from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.subclasses import become, exact_copy, is_plain, take_attributes
-from fullshard.core.unsharded_buffer import AllGather, PlannedAllGather, Storage, tensor_on_storage
+from fullshard.core import (
+    ParamGroup,
+    ParamSharding,
+    PlannedAllGather,
+    ShardedParameter,
+    Storage,
+    exact_copy,
+    is_plain,
+    register_group,
+    take_attributes,
+    tensor_on_storage,
+)
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
 
@@ -22,56 +31,7 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
-def has_extension(tensor: Tensor) -> bool:
-    """Return True if `tensor` has both all-gather hooks."""
-    return hasattr(tensor, _PRE) and hasattr(tensor, _POST)
-
-
-def missing_extension_method(tensor: Tensor) -> str | None:
-    """Return the name of the missing all-gather hook if `tensor` has only one of the two, else None."""
-    found = [name for name in (_PRE, _POST) if hasattr(tensor, name)]
-    return None if len(found) != 1 else ({_PRE, _POST} - set(found)).pop()
-
-
-def needs_own_group(tensor: Tensor) -> bool:
-    """Return True if a shard cannot be part of a flat shard: it has all-gather hooks, or is not a plain tensor.
-
-    A subclass without hooks counts, because the user may add them before the first all-gather.
-    """
-    return has_extension(tensor) or not is_plain(tensor)
-
-
-def check_extension(parameter: ShardedParameter) -> None:
-    """Raise StateError if a parameter can be all-gathered neither as a plain tensor nor with its hooks."""
-    shard, unit = parameter.local, parameter.unit_name.name
-    missing = missing_extension_method(shard)
-    if missing is not None:
-        raise StateError(
-            f"Expected both all-gather hooks on the shard of parameter '{parameter.name}' of unit '{unit}', got one. "
-            f"Define {missing} as well."
-        )
-    if not needs_own_group(shard):
-        return
-    if parameter.sharding.axis.hybrid is not None:
-        raise StateError(
-            f"Expected the tensor subclass of parameter '{parameter.name}' of unit '{unit}' before fully_shard(), got it "
-            "afterwards: with states=HFSDP a parameter that is all-gathered by hooks of its own is sharded over the shard dim "
-            "only. Convert it first, then call fully_shard()."
-        )
-    if not has_extension(shard):
-        raise StateError(
-            f"Parameter '{parameter.name}' of unit '{unit}' cannot be all-gathered: it is a {type(shard).__name__} without "
-            f"all-gather hooks. Define {_PRE} and {_POST}, on the class or on parameter._local_tensor, before the first "
-            "forward, or make it a plain torch.Tensor, after fullshard.undo()."
-        )
-    if parameter.sharding.dim != 0:
-        raise StateError(
-            f"Parameter '{parameter.name}' of unit '{unit}' cannot be sharded along dim {parameter.sharding.dim}: it has its "
-            f"own all-gather hooks ({_PRE}), which work on dim 0. Shard it along dim 0."
-        )
-
-
-def own_shard(value: Tensor) -> Tensor:
+def _own_shard(value: Tensor) -> Tensor:
     """Return the shard in separate memory, so that it does not keep the unsharded tensor alive.
 
     A plain tensor stays the same object, since the caller may have set hooks on it.
@@ -133,7 +93,7 @@ class ExtensionBuffer:
         # Inner tensors from fsdp_post_all_gather with separate memory, and their bytes.
         self._inner: list[tuple[Tensor, int]] = []
 
-    def allocate(self, versions: list[int]) -> AllGather:
+    def allocate(self, versions: list[int]) -> PlannedAllGather:
         """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
         self.versions = versions
         shard = self._padded_shard()
@@ -185,7 +145,7 @@ class ExtensionBuffer:
                 even = self._unsharded.shape[0] == rows
                 after(outputs, inputs.metadata, self._dtype, out=unsharded if even else self._unsharded)
                 if not even and type(self._unsharded) is not Tensor:  # the hook may have set a new scale, for example
-                    become(_torch.local_part(unsharded), self._unsharded.narrow(0, 0, rows))
+                    _become(_torch.local_part(unsharded), self._unsharded.narrow(0, 0, rows))
         if self._releases_outs and not self.keep:
             for out in self._outs:
                 out.untyped_storage().resize_(0)
@@ -242,11 +202,115 @@ class ExtensionBuffer:
         )
 
 
-__all__ = [
-    "ExtensionBuffer",
-    "check_extension",
-    "has_extension",
-    "missing_extension_method",
-    "needs_own_group",
-    "own_shard",
-]
+class ExtensionGroup(ParamGroup):
+    """Group of one parameter that cannot be part of a flat shard, as a tensor subclass with its own all-gather hooks.
+
+    Every all-gather runs over the whole shard axis; a smaller group by `reshard_after_forward=k` is not used.
+    """
+
+    flat = False
+
+    @classmethod
+    def takes(cls, shard: Tensor) -> bool:
+        """Return True if a shard cannot be part of a flat shard: it has all-gather hooks, or is not a plain tensor.
+
+        A subclass without hooks counts, because the user may add them before the first all-gather.
+        """
+        return hasattr(shard, _PRE) or hasattr(shard, _POST) or not is_plain(shard)
+
+    @classmethod
+    def check_sharding(cls, name: str, tensor: Tensor, sharding: ParamSharding) -> None:
+        """Raise ValueError if the tensor cannot be cut into shards by rows, or has one of the two hooks only."""
+        kind = type(tensor).__name__
+        missing = _missing_hooks(tensor)
+        if len(missing) == 1:
+            raise ValueError(
+                f"Parameter '{name}' cannot be sharded: its class {kind} defines one half of the all-gather protocol. Define "
+                f"{missing[0]} as well."
+            )
+        if sharding.dim != 0:
+            raise ValueError(
+                f"Parameter '{name}' cannot be sharded along dim {sharding.dim}: it is a tensor subclass, or has all-gather "
+                "hooks, and is all-gathered by rows. Shard it along dim 0."
+            )
+        if is_plain(tensor):
+            return
+        try:
+            with torch.no_grad():
+                shard = _own_shard(sharding.slice(tensor.detach()))
+        except Exception as failure:
+            raise ValueError(f"Parameter '{name}' cannot be sharded: slicing a {kind} raised {failure}") from failure
+        if type(shard) is not type(tensor):
+            raise ValueError(f"Parameter '{name}' cannot be sharded: a slice of a {kind} is a {type(shard).__name__}.")
+
+    @classmethod
+    def check_gather(cls, parameter: ShardedParameter) -> None:
+        """Raise StateError if a parameter cannot be all-gathered with its hooks."""
+        shard, unit = parameter.local, parameter.unit_name.name
+        missing = _missing_hooks(shard)
+        if len(missing) == 1:
+            raise StateError(
+                f"Expected both all-gather hooks on the shard of parameter '{parameter.name}' of unit '{unit}', got one. "
+                f"Define {missing[0]} as well."
+            )
+        if parameter.sharding.axis.hybrid is not None:
+            raise StateError(
+                f"Expected the tensor subclass of parameter '{parameter.name}' of unit '{unit}' before fully_shard(), got it "
+                "afterwards: with states=HFSDP a parameter that is all-gathered by hooks of its own is sharded over the shard "
+                "dim only. Convert it first, then call fully_shard()."
+            )
+        if missing:
+            raise StateError(
+                f"Parameter '{parameter.name}' of unit '{unit}' cannot be all-gathered: it is a {type(shard).__name__} without "
+                f"all-gather hooks. Define {_PRE} and {_POST}, on the class or on parameter._local_tensor, before the first "
+                "forward, or make it a plain torch.Tensor, after fullshard.undo()."
+            )
+        if parameter.sharding.dim != 0:
+            raise StateError(
+                f"Parameter '{parameter.name}' of unit '{unit}' cannot be sharded along dim {parameter.sharding.dim}: it has "
+                f"its own all-gather hooks ({_PRE}), which work on dim 0. Shard it along dim 0."
+            )
+
+    def shard_versions(self) -> list[int]:
+        """Return a number that increases with every write to the shard, or to a tensor inside of it."""
+        return [self.parameters[0].version]
+
+    def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
+        """Copy the shard, without a flat shard."""
+        return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device), [_own_shard(values[0])]
+
+    def finish_all_gather(self) -> None:
+        """Complete the all-gather, in which the first one makes the unsharded parameter."""
+        super().finish_all_gather()
+        unsharded = self.parameters[0].unsharded
+        if not self.unsharded and type(unsharded) is nn.Parameter:
+            self.unsharded = [unsharded]
+
+    def make_unsharded(self) -> ExtensionBuffer:
+        """Create the unsharded buffer. Its first all-gather makes the unsharded parameter."""
+        return ExtensionBuffer(self.parameters[0], self.collectives.gather, self.dtypes, self.storage)
+
+    def all_gather_copy(self, communicator: Any, action: str) -> list[Tensor]:
+        """Raise StateError: the subclass has one output buffer, so a copy is impossible."""
+        self.check_device()
+        raise StateError(
+            f"Parameter '{self.parameters[0].name}' cannot be copied unsharded: its fsdp_post_all_gather has one output only. "
+            "Read the parameter in a forward, or between unshard() and reshard()."
+        )
+
+
+def _missing_hooks(tensor: Tensor) -> list[str]:
+    return [name for name in (_PRE, _POST) if not hasattr(tensor, name)]
+
+
+def _become(target: Tensor, source: Tensor) -> None:
+    """Give `target` the tensors inside of `source`, a tensor of the same subclass, and its attributes."""
+    vars(target).update(vars(source))
+    names, _ = source.__tensor_flatten__() if hasattr(source, "__tensor_flatten__") else ((), None)
+    for name in names:  # a class with __slots__ has them in no dict
+        setattr(target, name, getattr(source, name))
+
+
+register_group(ExtensionGroup)
+
+__all__: list[str] = []
