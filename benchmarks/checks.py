@@ -34,7 +34,7 @@ from fullshard import CheckPolicy
 from fullshard.checks.state import WaitState
 from fullshard.core import units_of
 from fullshard.core.communicator import Communicator
-from fullshard.optim.step_entries import StepEntries
+from fullshard.ext.step_entries import StepEntries
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -116,7 +116,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(2, 16)
     spent: list[int] = []
     empty: list[int] = []
-    say = StepEntries.log_step
+    say = StepEntries.after_step
 
     def timed(self: StepEntries, groups: Any) -> None:
         first = time.perf_counter_ns()
@@ -125,7 +125,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
         spent.append(time.perf_counter_ns() - begin)
         empty.append(begin - first)
 
-    StepEntries.log_step = timed  # type: ignore[method-assign]
+    StepEntries.after_step = timed  # type: ignore[method-assign]
     found: dict[str, float] = {}
     for name in ("same options", "another rate"):
         for step in range(steps):
@@ -137,7 +137,7 @@ def entry_of_steps(units: int, steps: int) -> dict[str, float]:
         found[name] = (median(spent[5:]) - median(empty[5:])) / 1e3
         spent.clear()
         empty.clear()
-    StepEntries.log_step = say  # type: ignore[method-assign]
+    StepEntries.after_step = say  # type: ignore[method-assign]
     dist.destroy_process_group()
     return found
 

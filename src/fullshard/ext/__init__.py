@@ -13,6 +13,7 @@ grad.py             grad(): gradients as values
 join.py             FSDPModule.join(): take part in collectives without computing
 materialize.py      materialize(): allocate and initialize a model that was built on meta
 remarks.py          errors and warnings before the first forward: added parameters, max_norm, a large root
+step_entries.py     entries of optimizer steps in the collective logs, so that ranks that step alone are told
 subclasses.py       tensor subclasses with their own all-gather hooks (fsdp_pre_all_gather, fsdp_post_all_gather)
 undo.py             undo(): plain modules again
 unwritten.py        memory that `to_empty()` or `load_weights()` left without values is found in the first forward
@@ -22,6 +23,7 @@ import fullshard.ext.equal_values
 import fullshard.ext.fills
 import fullshard.ext.join
 import fullshard.ext.remarks
+import fullshard.ext.step_entries
 import fullshard.ext.subclasses
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed

@@ -13,6 +13,5 @@ owners.py           plan_owners(): which rank owns which matrix
 routes.py           the messages of an owner plan, as one rank sends and receives them
 owner_exchange.py   messages between shards and owners
 empty_shards.py     empty shards in steps of other libraries' optimizers
-step_entries.py     entries of optimizer steps in the collective logs
 clipping.py         clip_grad_norm_
 """

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,32 @@ from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon, splits_of
-from fullshard.optim.step_entries import StepEntries
 from fullshard.optim.whole_view import has_whole_view
 from fullshard.policies import LintWarning
 
 _CACHE = "_fullshard_optimizer_cache"  # attribute of an optimizer: its _OptimizerCache
+
+
+class StepListener(Protocol):
+    """Is told of the steps of one optimizer that has sharded parameters."""
+
+    def after_step(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Note that the optimizer made a step; `groups`: its `param_groups`."""
+        ...
+
+
+_LISTENERS: list[Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParameter]]], StepListener]] = []
+
+
+def register_step_listener(
+    make: Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParameter]]], StepListener],
+) -> None:
+    """Let `make` create a listener for each optimizer, and again when its parameters change.
+
+    Args:
+        make: takes the optimizer, and the sharded parameters of each of its groups.
+    """
+    _LISTENERS.append(make)
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -141,7 +162,7 @@ class _OptimizerCache:
     """Cache of one optimizer, rebuilt when its parameters change.
 
     Attributes:
-        entries: entries of its steps in the collective logs.
+        listeners: told of its steps (`register_step_listener`).
         states: `optimizer.state`, which `load_state_dict()` replaces.
         lister: lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers.
         order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
@@ -150,7 +171,7 @@ class _OptimizerCache:
 
     __slots__ = (
         *("_back_references", "_parameters", "_generation", "_sharded"),
-        *("entries", "had_grad", "lister", "order", "states"),
+        *("had_grad", "lister", "listeners", "order", "states"),
     )
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: _OptimizerCache | None = None) -> None:
@@ -160,7 +181,7 @@ class _OptimizerCache:
         self._back_references = [back_references(members) for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
-        self.entries = StepEntries(optimizer, sharded)
+        self.listeners = [make(optimizer, sharded) for make in _LISTENERS]
         self.states: Any = None
         self.lister: LocalStep | MuonStep | None = None
         if self._sharded and is_element_wise(optimizer):
@@ -320,7 +341,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for parameter in cache.sharded:
         if id(parameter) in had_grad or parameter.sharded.grad is not None or (has_closure and parameter.sharded.requires_grad):
             parameter.note_write()
-    cache.entries.log_step(optimizer.param_groups)
+    for listener in cache.listeners:
+        listener.after_step(optimizer.param_groups)
 
 
 class _Registration:

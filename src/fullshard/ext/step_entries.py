@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard.core import CollectiveLog, Fingerprint, Runtime, ShardedParameter, UnitName
+from fullshard.optim.optimizer_hooks import register_step_listener
 
 _IMPLEMENTATION_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))  # do not change the result
 _PLAIN = (bool, int, float, str)
@@ -50,7 +51,7 @@ class StepEntries:
             for (runtime, log), members in found.items()
         ]
 
-    def log_step(self, groups: Sequence[dict[str, Any]]) -> None:
+    def after_step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Add an entry for one step to every log."""
         options = [
             tuple([value if type(value := group.get(name)) in _PLAIN else _plain(value) for name in self._names])
@@ -90,4 +91,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
-__all__ = ["StepEntries"]
+register_step_listener(StepEntries)
+
+__all__: list[str] = []
