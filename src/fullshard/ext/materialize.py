@@ -15,6 +15,7 @@ from fullshard.core import (
     ShardAxis,
     ShardedParameter,
     Unit,
+    children_first,
     replace_rows,
     resolve_mesh,
     units_of,
@@ -77,14 +78,11 @@ def materialize(
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
-    done: set[int] = set()
     # `init` may raise on this rank only. The other ranks would wait for it in their next collective, so they raise as well.
     reporting_exceptions = units[0].runtime.communicator.reporting_exceptions(f"'{units[0].name}' materialize()")
     with reporting_exceptions, torch.no_grad(), seeded(compute_device, seed):
-        for name, module in _children_first(model):
-            if id(module) not in done:
-                done.add(id(module))
-                _fill(module, name, compute_device, init, owners, filled)
+        for name, module in children_first(model):
+            _fill(module, name, compute_device, init, owners, filled)
     for unit in units:
         unit.refresh(assigned=True)
     return model
@@ -102,12 +100,6 @@ def _other_axes(units: Sequence[Unit]) -> list[ShardAxis]:
                     axis = resolve_mesh(mesh[mesh.mesh_dim_names[index]])
                     found.setdefault(axis.key, axis)
     return [axis for key, axis in found.items() if key != units[0].axis.key]
-
-
-def _children_first(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        yield from _children_first(child, f"{prefix}{name}.")
-    yield prefix.rstrip("."), module
 
 
 def _fill(
