@@ -34,13 +34,12 @@ if hasattr(os, "SCHED_BATCH"):
 settings.register_profile("fullshard", deadline=None)  # a busy machine is no failure
 settings.load_profile("fullshard")
 
-# Files of which most is waiting: for what a failure brings about, for a disk. By seconds that one of
-# their tests takes with all cases, most first.
+# Files of which most is waiting for what a failure brings about. By seconds that one of their tests takes with all cases, most first.
 WAITING = (
     "test_random_faults.py",
     "test_killed_saves.py",
     "test_exits.py",
-    "test_weights_memory.py",
+    "test_hangs.py",
     "test_never_silent.py",
     "test_killed.py",
     "test_background_save.py",
@@ -51,6 +50,7 @@ WAITING = (
 # Other files that take long, which begin first, so that no lane ends with one.
 LONG = (
     "test_pipelining.py",
+    "test_weights_memory.py",
     "test_races.py",
     "test_planted.py",
     "test_train_lm.py",
@@ -98,6 +98,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is warned of once per process is warned of once per test: none depends on those before it."""
     monkeypatch.setattr(errors, "_SAID", set())
+
+
+def pytest_runtest_teardown() -> None:
+    """Spare the processors ranks that have nothing to do."""
+    harness.close_idle_pools()
 
 
 LONGEST = ("test_a_part_of_the_matrix_of_endings_and_places",)  # tests that take longest of all

@@ -6,8 +6,9 @@
 
 A body that raises on any rank fails the test with the traceback of every rank that raised. One that does not come back
 within `LIMIT` seconds fails with the stacks of all ranks, and its processes are replaced. So are those whose process groups were
-aborted, since their ranks diverged or raised, and those that have many threads:
-each process group of gloo keeps three, of which one wakes a hundred times a second, for as long as the process lives.
+aborted, since their ranks diverged or raised, those that have many threads, and those that have some and nothing to do: each
+process group of gloo keeps three, of which one wakes a hundred times a second, for as long as the process lives. Four idle ranks
+of sixty threads take as much time in five seconds as four new ranks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ import pytest
 LIMIT = 60.0
 SEED = int(os.environ.get("FULLSHARD_SEED", "0"))  # of all bodies and batches: what a test claims holds for any
 THREADS = 60
+IDLE = 10.0  # seconds without a test
+FEW = 16  # threads of a process that may be idle for longer
 DIED = "the process died"
 ABORTED = "its process groups were aborted"
 TESTS = str(Path(__file__).parent)
@@ -211,6 +214,7 @@ class Pool:
             self._connections.append(here)
             self._processes.append(process)
         self.alive = all(self._receive(connection, 120.0) == "ready" for connection in self._connections)
+        self._used = time.monotonic()
 
     @staticmethod
     def _receive(connection: Connection, limit: float) -> str | None:
@@ -238,7 +242,12 @@ class Pool:
             pytest.fail(
                 "\n".join(f"--- rank {rank} of {len(replies)} ---\n{reply}" for rank, reply in failed.items()), pytrace=False
             )
+        self._used = time.monotonic()
         if ABORTED in replies or threads(self._processes[0].pid) > self._threads:
+            self.close(stacks=False)
+
+    def close_if_idle(self) -> None:
+        if self.alive and time.monotonic() - self._used > IDLE and threads(self._processes[0].pid) > FEW:
             self.close(stacks=False)
 
     def close(self, *, stacks: bool = True) -> None:
@@ -266,6 +275,11 @@ def pool(size: int, kind: str = "cpu") -> Pool:
     if key not in _POOLS or not _POOLS[key].alive:
         _POOLS[key] = Pool(size, kind)
     return _POOLS[key]
+
+
+def close_idle_pools() -> None:
+    for running in _POOLS.values():
+        running.close_if_idle()
 
 
 @atexit.register

@@ -1,4 +1,5 @@
-"""Which cases of a test that repeats itself run: `make test` takes a part that follows from the commit, `make test-all` takes all.
+"""Which cases of a test that repeats itself run: `make test` takes a part that follows from what src and tests are in the commit,
+`make test-all` takes all.
 
 FULLSHARD_TESTS says otherwise: `all`, or `part:3`, as the end of a run shows it, to repeat that part.
 """
@@ -21,10 +22,14 @@ T = TypeVar("T")
 
 @functools.cache
 def part_of_commit() -> int:
-    """The part of the tree of files that is checked out, so that a commit is green or red on every day; 0 without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD^{tree}"]
+    """The part that follows from the trees of `src` and `tests` that are checked out; 0 without git.
+
+    A commit is green or red on every day, and a page of the documentation does not choose other cases.
+    """
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD:src", "HEAD:tests"]
     try:
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout, 16) % PARTS
+        trees = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        return sum(int(tree, 16) for tree in trees) % PARTS
     except (OSError, subprocess.CalledProcessError):
         return 0
 

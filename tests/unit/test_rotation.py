@@ -23,7 +23,7 @@ def test_the_parts_together_are_all_cases(monkeypatch: pytest.MonkeyPatch, count
     assert rotation.share(range(count)) == list(range(count)) and rotation.share_of(count) == count
 
 
-def test_the_part_follows_from_the_commit_and_is_fixed_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_part_follows_from_src_and_tests_and_is_fixed_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -37,16 +37,23 @@ def test_the_part_follows_from_the_commit_and_is_fixed_without_git(monkeypatch: 
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert part() == 0, "no repository"
     git("init")
-    parts = set()
-    for number in range(4):
-        (tmp_path / "file").write_text(f"{number}")
-        git("add", "file")
-        git("commit", "-m", "one")
-        committed = part()
-        git("commit", "--amend", "--date", "2001-01-01T00:00:00", "-m", "the same files, at another time")
-        assert part() == committed
-        parts.add(committed)
-    assert len(parts) > 1
+    (tmp_path / "src").mkdir(), (tmp_path / "tests").mkdir()
+    (tmp_path / "src" / "file").write_text(""), (tmp_path / "tests" / "file").write_text("")
+    for folder in ("src", "tests"):
+        parts = set()
+        for number in range(4):
+            (tmp_path / folder / "file").write_text(f"{number}")
+            git("add", ".")
+            git("commit", "-m", "one")
+            committed = part()
+            git("commit", "--amend", "--date", "2001-01-01T00:00:00", "-m", "the same files, at another time")
+            assert part() == committed
+            (tmp_path / "page").write_text(f"{folder} {number}")
+            git("add", ".")
+            git("commit", "-m", "another page, and the same files")
+            assert part() == committed
+            parts.add(committed)
+        assert len(parts) > 1
     monkeypatch.setenv("PATH", "")
     assert part() == 0, "no git"
     rotation.part_of_commit.cache_clear()
