@@ -227,6 +227,7 @@ def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:
     assert events[4:] == ["wait c", "land c"] and len(flight) == 0
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("9a")
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "eval", "checkpoint"])
 @ranks(1, 2, 3)

@@ -56,6 +56,7 @@ def hybrid(replicas: int, shards: int) -> DeviceMesh:
 # --- hybrid sharding ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("reshard", [True, False, None])
 @ranks(4)
 def test_hybrid_sharding_equals_the_unsharded_model(world: World, reshard: bool | None) -> None:
@@ -358,6 +359,7 @@ def train_parallel(
     return sharded, model
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("states", [ZERO1, ZERO2], ids=str)
 @ranks(4)
 def test_levels_of_zero_over_tensor_parallel_parameters(world: World, states: StateSharding) -> None:

@@ -324,6 +324,7 @@ def test_a_sharded_parameter_assigned_to_another_place_is_refused(world: World) 
         model.zero_grad()
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.proves("19d")
 @pytest.mark.parametrize("options", ["plain", "cast", "offload", "hfsdp", "kept"])
 @pytest.mark.parametrize("how", ["data", "assign"] if HONOURS_SUBCLASSES else ["assign"])

@@ -83,6 +83,7 @@ def check_quiet(said: str) -> None:
     assert "fullshard" not in said and "Traceback" not in said and "store" not in said.lower().replace("/store", ""), said
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.processes
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize("ending", ["", "destroys", "rank 0 is late", "rank 1 is late"])

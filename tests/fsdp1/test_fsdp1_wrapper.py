@@ -1192,6 +1192,7 @@ def stepped(world: World, model: nn.Module, choose: Callable[[list[Any]], Any] =
     return sharded, optimizer
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.proves("36b")
 @pytest.mark.parametrize("kind", list(StateDictType), ids=lambda kind: kind.name)
 @ranks(2, 3)
@@ -1238,6 +1239,7 @@ DIFFERING: dict[str, tuple[Callable[[bool], dict[str, Any]], str, str]] = {
 }
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.proves("36b")
 @pytest.mark.parametrize("case", DIFFERING)
 @ranks(2, 3)

@@ -5,6 +5,7 @@ circle, and private names of torch stay in one package.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +46,18 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the files of the package that this one imports, as `name_of` has them.
 
     Imports under `if TYPE_CHECKING` do not count: a unit has its runtime as an attribute, and the runtime runs units.
     """
     names = {name_of(file) for file in FILES} | set(BELOW)
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text())  # which is changed
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = []
@@ -65,14 +71,14 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name.removeprefix("fullshard.") for alias in node.names if alias.name.startswith("fullshard."))
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SOURCE], ids=name_of)
-def test_packages_import_those_below_them_and_the_core_through_its_door(path: Path) -> None:
-    package = path.parent.name
-    for name in imported(path):
-        other, *behind = name.split(".")
-        assert other == package or other in BELOW[package] | ROOT, f"{name_of(path)} imports {name}, which is not below it"
-        if package in BUILT_ON_CORE and other == "core":
-            assert not behind, f"{name_of(path)} imports {name}: import from fullshard.core, whose page has the names"
+def test_packages_import_those_below_them_and_the_core_through_its_door() -> None:
+    for path in FILES:
+        package = path.parent.name
+        for name in imported(path) if path.parent != SOURCE else ():
+            other, *behind = name.split(".")
+            assert other == package or other in BELOW[package] | ROOT, f"{name_of(path)} imports {name}, which is not below it"
+            if package in BUILT_ON_CORE and other == "core":
+                assert not behind, f"{name_of(path)} imports {name}: import from fullshard.core, whose page has the names"
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
@@ -98,28 +104,28 @@ def test_files_import_each_other_in_no_circle() -> None:
         left = {name: others for name, others in left.items() if name not in free}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_every_file_opens_with_one_sentence(path: Path) -> None:
-    doc = ast.get_docstring(ast.parse(path.read_text()))
-    assert doc and doc.split("\n\n")[0].rstrip().endswith(".")
+def test_every_file_opens_with_one_sentence() -> None:
+    docs = {name_of(path): ast.get_docstring(parsed(path)) or "" for path in FILES}
+    assert not [name for name, doc in docs.items() if not doc.split("\n\n")[0].rstrip().endswith(".")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_paragraph_of_a_package_names_every_file(path: Path) -> None:
-    doc = ast.get_docstring(ast.parse((path.parent / "__init__.py").read_text())) or ""
-    assert any(line.startswith(f"{path.name} ") for line in doc.splitlines())
+def test_the_paragraph_of_a_package_names_every_file() -> None:
+    docs = {path.parent: ast.get_docstring(parsed(path)) or "" for path in SOURCE.rglob("__init__.py")}
+    named = {(folder, line.partition(" ")[0]) for folder, doc in docs.items() for line in doc.splitlines() if " " in line}
+    assert not [name_of(path) for path in FILES if (path.parent, path.name) not in named]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent.name == "_torch"], ids=name_of)
-def test_files_for_private_names_of_torch_import_errors_and_each_other_only(path: Path) -> None:
+def test_files_for_private_names_of_torch_import_errors_and_each_other_only() -> None:
     """The page of the package imports all of them, so none imports the page."""
-    others = {name_of(file) for file in FILES if file.parent == path.parent}
-    assert set(imported(path)) <= others | {"errors"}
+    private = {name_of(path): set(imported(path)) for path in FILES if path.parent.name == "_torch"}
+    assert not {
+        name: found - private.keys() - {"errors"} for name, found in private.items() if found - private.keys() - {"errors"}
+    }
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent.name != "_torch"], ids=name_of)
 def test_private_names_of_torch_stay_in_one_package(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     own = {
         node.attr
         for node in ast.walk(tree)
@@ -149,7 +155,7 @@ def test_nothing_of_torchs_fsdp_is_called() -> None:
     fsdp1 = {"compat", "fsdp1.wrapper", "fsdp1.state_dicts", "fsdp1.arguments"}
     for path in FILES:
         name = name_of(path)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.Import, ast.ImportFrom)) and "distributed.fsdp" in ast.unparse(node):
                 assert name in fsdp1 | {"_torch.fsdp", "tools.install"}, name
                 if name in fsdp1:  # the enums and config classes of FSDP1, which hold values
