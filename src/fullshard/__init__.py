@@ -10,7 +10,7 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
     checks                 the collective log, and the watchdog that compares it between ranks
-    comm                   transport: process groups, streams, custom collectives, traffic counters
+    comm                   transport: process groups, streams, traffic counters
     _torch                 all private names of torch that fullshard uses, by topic
 
 compat.py    FSDP1's names
@@ -22,7 +22,6 @@ __main__.py  python -m fullshard run script.py, python -m fullshard verify modul
 from fullshard import ext
 from fullshard.checks.watchdog import positions
 from fullshard.comm.base import Collectives
-from fullshard.comm.custom import AllGather, Comm, ReduceScatter
 from fullshard.comm.streams import Lane
 from fullshard.comm.traffic import Message
 from fullshard.core.mesh import DataParallelMeshDims
@@ -83,11 +82,9 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
-    "AllGather",
     "CPUOffloadPolicy",
     "CheckPolicy",
     "Collectives",
-    "Comm",
     "CommPolicy",
     "DataParallelMeshDims",
     "Explanation",
@@ -105,7 +102,6 @@ __all__ = [
     "Pieces",
     "Plan",
     "PlannedUnit",
-    "ReduceScatter",
     "ShardPlacementResult",
     "StateError",
     "StateSharding",

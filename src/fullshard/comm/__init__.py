@@ -4,7 +4,6 @@ backends.py        the choice of collectives for a process group, by its backend
 base.py            Collectives (the protocol), StartedWork, SingleRank
 coalesced.py       torch.distributed's collectives, several tensors per call (nccl)
 gloo.py            gloo on the CPU: point-to-point messages under tags
-custom.py          AllGather, ReduceScatter: custom collectives and their memory
 streams.py         streams on which collectives run, and InFlight, the queue of collectives in flight
 traffic.py         TrafficCounter: counts collectives
 """

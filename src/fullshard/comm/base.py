@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -50,6 +51,8 @@ class Collectives(Protocol):
             gradients that need a cast are then reduced slice by slice through one buffer. Default False.
         in_place: True if, in a group of one rank, the input of `reduce_scatter` may be its output, so that gradients are cast
             directly into it. Default False.
+        gather_memory: allocates the output of an all-gather of all parameters as one message. Default None: any memory.
+        reduce_memory: allocates the input of a reduce-scatter. Default None: any memory.
     """
 
     ranks: int
@@ -106,6 +109,9 @@ class Collectives(Protocol):
 
 
 Allocate = Callable[..., Tensor]  # (numel, *, dtype, device) -> 1-D tensor
+
+Adapter = Callable[[Collectives, dist.ProcessGroup], Collectives]
+"""Makes other collectives out of a backend's (an extension point: `UnitOptions.gather_adapter` and `reduce_adapter`)."""
 
 
 class SingleRank:

@@ -56,7 +56,6 @@ replaced_parameters.py parameters from before sharding, and the ones that replac
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives, StartedWork, together
-from fullshard.comm.custom import AllGather, Comm, ReduceScatter
 from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
@@ -145,13 +144,11 @@ __all__ = [
     "UNIT_CREATED",
     "Action",
     "Agreement",
-    "AllGather",
     "BackwardHook",
     "Bucket",
     "CollectiveCall",
     "CollectiveLog",
     "Collectives",
-    "Comm",
     "DataParallelMeshDims",
     "DirectRule",
     "Extent",
@@ -176,7 +173,6 @@ __all__ = [
     "PlannedAllGather",
     "Ranks",
     "Reduce",
-    "ReduceScatter",
     "Reduction",
     "ReductionLayout",
     "Reshard",

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from fullshard import _torch
 from fullshard.comm.backends import collectives_for
 from fullshard.comm.base import Collectives
-from fullshard.comm.custom import CustomCollectives
 from fullshard.comm.gloo import MessageTag
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.mesh import ShardAxis, subgroup_of
@@ -23,8 +22,7 @@ from fullshard.policies import CommPolicy
 class CollectivesPool:
     """Creates the collectives of axes, as the options of units require.
 
-    They are the backend's, the user's own (`set_custom_all_gather`, for example), or the backend's on memory that the process
-    group allocates.
+    They are the backend's, the user's own (`CommPolicy(collectives=)`), or what an adapter makes of these.
 
     Attributes:
         traffic: counts the messages.
@@ -56,17 +54,12 @@ class CollectivesPool:
         if options.separate_reduce and axis.group is not None and axis.ranks > 1:
             reduce = self._known(axis, "reduce", dist.get_process_group_ranks(axis.group), options.comm)
         if axis.group is not None:
-            asynchronous = self._device.type == "cpu"  # on an accelerator async_op=False blocks the stream, not the host
-            if options.all_gather is not None or options.memory is not None:
-                custom = CustomCollectives(
-                    gather.inner, axis.group, options.memory, all_gather=options.all_gather, asynchronous=asynchronous
-                )
-                gather = ObservedCollectives(custom, self.traffic, keeps=gather)
-            if options.reduce_scatter is not None or options.memory is not None:
-                custom = CustomCollectives(
-                    reduce.inner, axis.group, options.memory, reduce_scatter=options.reduce_scatter, asynchronous=asynchronous
-                )
-                reduce = ObservedCollectives(custom, self.traffic, keeps=reduce)
+            if options.gather_adapter is not None:
+                adapted = options.gather_adapter(gather.inner, axis.group)
+                gather = ObservedCollectives(adapted, self.traffic, keeps=gather)
+            if options.reduce_adapter is not None:
+                adapted = options.reduce_adapter(reduce.inner, axis.group)
+                reduce = ObservedCollectives(adapted, self.traffic, keeps=reduce)
         replicate = retain = None
         if axis.replicas is not None:
             replicate = self._known(axis, "replicate", axis.replicas.group, options.comm)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fullshard.comm.base import Allocate
-from fullshard.comm.custom import AllGather, ReduceScatter
+from fullshard.comm.base import Adapter
 from fullshard.core.reduction import ReduceOptions
 from fullshard.core.scheduler import KeepAfterForward
 from fullshard.policies import ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
@@ -36,9 +35,8 @@ class UnitOptions:
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
     separate_reduce: bool = False  # reduce-scatter on a process group of its own
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
-    memory: Allocate | None = None  # allocates the memory of messages
+    gather_adapter: Adapter | None = None  # replaces the collectives of all-gathers
+    reduce_adapter: Adapter | None = None  # replaces those of reduce-scatters
 
     # Keep the memory of unsharded parameters at its address. `Unit.keep_memory` changes it.
     keep_memory: bool = False

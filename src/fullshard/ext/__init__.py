@@ -5,6 +5,7 @@ The engine (core, comm, checks, frontend, state) imports nothing of this package
 lists.
 
 any_failed.py       any_failed(): skip a failed step on all ranks
+collectives.py      custom all-gathers and reduce-scatters, memory of messages: FSDPModule.set_custom_all_gather() and others
 equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
 finalize.py         FSDPModule.finalize_backward(): backwards that the user ends
 fills.py            random fills of sharded parameters: torch.nn.init, reset_parameters()
@@ -27,6 +28,7 @@ import fullshard.ext.step_entries
 import fullshard.ext.subclasses
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
+from fullshard.ext.collectives import AllGather, Comm, ReduceScatter
 from fullshard.ext.finalize import GradientReductionHandle
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
@@ -34,7 +36,10 @@ from fullshard.ext.materialize import materialize
 from fullshard.ext.undo import undo
 
 __all__ = [
+    "AllGather",
+    "Comm",
     "GradientReductionHandle",
+    "ReduceScatter",
     "any_failed",
     "gathered",
     "grad",

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.comm.custom import AllGather, ReduceScatter
 from fullshard.comm.traffic import Message
 from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.module_tree import is_ignored, mark_ignored
@@ -445,70 +444,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         any_unit(self)
         check_bool("async_op", async_op)
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Set a custom all-gather for this unit, with one all-gather per parameter group in memory allocated by `comm`.
-
-        Args:
-            comm: an `AllGather`, or any callable with an `allocate` method of that interface.
-
-        Raises:
-            ValueError: for anything else.
-            StateError: inside a forward or backward.
-        """
-        _check_comm(comm, "set_custom_all_gather", "AllGather")
-        unit = require_unit(self)
-        unit.reconfigure(doing="set_custom_all_gather()", all_gather=comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Set a custom reduce-scatter for this unit, with one reduce-scatter per group in memory allocated by `comm`.
-
-        Args:
-            comm: a `ReduceScatter`, or any callable with an `allocate` method of that interface.
-
-        Raises:
-            ValueError: for anything else.
-            StateError: inside a forward or backward.
-        """
-        _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
-        unit = require_unit(self)
-        unit.reconfigure(doing="set_custom_reduce_scatter()", reduce_scatter=comm)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Set whether communication buffers are allocated by the process group's backend, as for NCCL user buffers.
-
-        Args:
-            enable: False allocates them from the default allocator again.
-
-        Raises:
-            ValueError: if the backend cannot allocate memory, or this unit has custom collectives.
-            StateError: inside a forward or backward.
-        """
-        unit = require_unit(self)
-        _refuse_custom_collectives(unit)
-        group, memory = unit.axis.group, None
-        if check_bool("enable", enable) and group is not None:
-            memory = _torch.process_group_memory(group, unit.axis.device)
-        unit.reconfigure(doing="set_allocate_memory_...()", memory=memory)
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Allocate this unit's communication buffers in symmetric memory. Collective.
-
-        Args:
-            backend: the name of torch's symmetric-memory backend, such as "NCCL" or "NVSHMEM".
-
-        Raises:
-            ValueError: on the CPU, which has no symmetric memory, if this unit has custom collectives, or if `backend` is not
-                a string.
-            StateError: inside a forward or backward.
-        """
-        unit = require_unit(self)
-        if not isinstance(backend, str):
-            raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}.")
-        _refuse_custom_collectives(unit)
-        group = unit.axis.group
-        memory = None if group is None else _torch.symmetric_memory(group, unit.axis.device, backend)
-        unit.reconfigure(doing="set_symm_mem_for_comm()", memory=memory)
-
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event, recorded after the optimizer step, for the next forward or `unshard()` to wait for. It is used once.
 
@@ -769,20 +704,6 @@ def _prefetch_unit(module: Any, beside: Unit | None = None) -> Unit:
             f"Unit '{beside.name}' cannot prefetch unit '{unit.name}', which has separate streams or is on another device."
         )
     return unit
-
-
-def _check_comm(comm: Any, setter: str, kind: str) -> None:
-    if not callable(comm) or not hasattr(comm, "allocate"):
-        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}.")
-
-
-def _refuse_custom_collectives(unit: Unit) -> None:
-    """Raise ValueError if the unit has custom collectives, which allocate their own memory."""
-    for comm in (unit.options.all_gather, unit.options.reduce_scatter):
-        if comm is not None:
-            raise ValueError(
-                f"Unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory."
-            )
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from fullshard.core import (
     Agreement,
     Collectives,
     ManagedTensors,
-    ReduceScatter,
     Runtime,
     ShardAxis,
     StartedWork,
@@ -56,6 +55,7 @@ from fullshard.core import (
     units_of,
 )
 from fullshard.errors import StateError, warn_once
+from fullshard.ext.collectives import Adapter, ReduceScatter
 from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.frontend.module import (
@@ -658,9 +658,8 @@ class FullyShardedDataParallel(nn.Module):
                     "and a hook replaces one. Use set_all_reduce_hook() of each wrapper, which runs after both."
                 )
             options = unit.options
-            if isinstance(options.reduce_scatter, _HookReduceScatter) or isinstance(
-                options.comm.collectives, _HookedCollectivesFactory
-            ):
+            hooked = getattr(options.reduce_adapter, "reduce_scatter", None)
+            if isinstance(hooked, _HookReduceScatter) or isinstance(options.comm.collectives, _HookedCollectivesFactory):
                 raise ValueError("register_comm_hook() was called before. A hook cannot be replaced.")
             unit.check_idle(doing="register_comm_hook()")
             unit.check_delivered(doing="register_comm_hook()")
@@ -669,10 +668,11 @@ class FullyShardedDataParallel(nn.Module):
             # reduce-scatter, in which scalars have no part; under NO_SHARD it replaces the all-reduce, which they have.
             replicates = wrapper._strategy is ShardingStrategy.NO_SHARD
             unit.configure(reduce=replace(unit.options.reduce, divide=1.0, custom_averages=not replicates))
-            changes: dict[str, Any] = {"reduce_scatter": _HookReduceScatter(state, hook)}
+            adapter = Adapter(unit.axis.device.type == "cpu", reduce_scatter=_HookReduceScatter(state, hook))
+            changes: dict[str, Any] = {"reduce_adapter": adapter}
             if replicates:
-                hooked = _HookedCollectivesFactory(unit.axis.device.type, partial(hook, state))
-                changes = {"comm": replace(unit.options.comm, collectives=hooked)}
+                factory = _HookedCollectivesFactory(unit.axis.device.type, partial(hook, state))
+                changes = {"comm": replace(unit.options.comm, collectives=factory)}
             unit.reconfigure(doing="register_comm_hook()", **changes)
 
     # --- unsharded parameters --------------------------------------------------------------------------------------------

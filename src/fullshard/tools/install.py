@@ -17,10 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, ext
 from fullshard.core import (
-    AllGather,
-    Comm,
     DataParallelMeshDims,
-    ReduceScatter,
     ShardedDTensor,
     current_parameter,
     logical_parameters,
@@ -145,21 +142,19 @@ def _unscale(
 
 # --- names ---------------------------------------------------------------------------------------------------------------
 
+_NAMES_OF_EXT = ("AllGather", "Comm", "GradientReductionHandle", "ReduceScatter")
 _REPLACEMENTS: dict[str, Any] = {
     "clip_grad_norm_": _clip,
-    "AllGather": AllGather,
     "CPUOffloadPolicy": CPUOffloadPolicy,
-    "Comm": Comm,
     "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
-    "ReduceScatter": ReduceScatter,
     "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
     "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
-    **{name: getattr(ext, name) for name in ext.__all__ if name == "GradientReductionHandle"},
+    **{name: getattr(ext, name) for name in ext.__all__ if name in _NAMES_OF_EXT},
 }
 _EXPORTING_MODULES = (  # torch's modules that define or re-export these names
     "torch.nn.utils.clip_grad",

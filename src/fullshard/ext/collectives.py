@@ -1,0 +1,255 @@
+"""Custom all-gathers and reduce-scatters, and memory of messages that the process group or the caller provides.
+
+They are adapters of the backend's collectives (`UnitOptions.gather_adapter` and `reduce_adapter`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard import _torch
+from fullshard.comm.base import Allocate, Collectives, StartedWork
+from fullshard.core import Unit, require_unit
+from fullshard.errors import check_bool
+from fullshard.frontend.module import FSDPModule, sharded_method
+
+
+class Comm(ABC):
+    """A custom collective and the memory it works on. Same interface as the class of this name in FSDP2.
+
+    Source: `torch.distributed.fsdp.Comm`.
+    """
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for messages.
+
+        Args:
+            size: number of elements, as a shape of one dim.
+            dtype: dtype of the messages.
+            device: device of the mesh.
+
+        Returns:
+            A contiguous, uninitialized tensor (elements,).
+        """
+
+
+class AllGather(Comm):
+    """A custom all-gather, for `FSDPModule.set_custom_all_gather`.
+
+    Source: `torch.distributed.fsdp.AllGather`.
+    """
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather `input_tensor` of all ranks, in rank order, into `output_tensor`.
+
+        Args:
+            output_tensor: (ranks * size,), memory from `allocate`.
+            input_tensor: (size,), this rank's chunk of `output_tensor`.
+            group: the participating ranks.
+            async_op: return before the collective completes. True on the CPU; False on an accelerator, where the current stream
+                is one of fullshard's communication streams.
+
+        Returns:
+            The work to wait for, or None.
+        """
+
+
+class ReduceScatter(Comm):
+    """A custom reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`.
+
+    Source: `torch.distributed.fsdp.ReduceScatter`.
+    """
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce chunk `rank` of `input_tensor` over all ranks into `output_tensor`.
+
+        Args:
+            output_tensor: (size,), memory from `allocate`.
+            input_tensor: (ranks * size,), memory from `allocate`.
+            group: the participating ranks.
+            op: the torch.distributed.ReduceOp; fullshard passes SUM and scales the result afterwards.
+            async_op: return before the collective completes. True on the CPU; False on an accelerator, where the current stream
+                is one of fullshard's communication streams.
+
+        Returns:
+            The work to wait for, or None.
+        """
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Makes the custom collectives of a process group out of those of its backend."""
+
+    asynchronous: bool  # on an accelerator async_op=False blocks the stream, not the host
+    memory: Allocate | None = None  # allocates the memory of messages
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+    def __call__(self, inner: Collectives, group: dist.ProcessGroup) -> Collectives:
+        """Return the collectives of `group`, of which `inner` are the backend's."""
+        return CustomCollectives(inner, group, self)
+
+
+class CustomCollectives:
+    """A custom all-gather or reduce-scatter, in memory from the caller; other collectives are those of `inner`.
+
+    All parameters are packed, so that each all-gather and each reduce-scatter is one message in that memory.
+    """
+
+    def __init__(self, inner: Collectives, group: dist.ProcessGroup, given: Adapter) -> None:
+        self._inner, self._group, self._gather, self._reduce = inner, group, given.all_gather, given.reduce_scatter
+        self._asynchronous = given.asynchronous
+        self.ranks, self.rank = inner.ranks, inner.rank
+        self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
+        # No direct all-gathers: custom collectives work only on memory from their `allocate`.
+        self.direct_min_bytes, self.in_order = float("inf"), False
+        self.gather_memory: Allocate | None = given.memory if self._gather is None else self._gather.allocate
+        self.reduce_memory: Allocate | None = given.memory if self._reduce is None else self._reduce.allocate
+
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+        """Prepare the custom all-gather; without one, the all-gather of `inner`."""
+        call = self._gather
+        if call is None:
+            return self._inner.gatherer(outs, shards)
+
+        def gather() -> StartedWork:
+            works = []
+            for out, shard in zip(outs, shards):
+                chunk = out.view(self.ranks, -1)[self.rank]
+                if chunk.data_ptr() != shard.data_ptr():
+                    chunk.copy_(shard)
+                works.append(call(out, chunk, self._group, async_op=self._asynchronous))
+            return StartedWork([work for work in works if work is not None])
+
+        return gather
+
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+        """Start the custom reduce-scatter; without one, the reduce-scatter of `inner`."""
+        if self._reduce is None:
+            return self._inner.reduce_scatter(outs, fulls, scale)
+        group, add = self._group, dist.ReduceOp.SUM
+        works = [self._reduce(out, full, group, add, async_op=self._asynchronous) for out, full in zip(outs, fulls)]
+        then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
+        return StartedWork([work for work in works if work is not None], then)
+
+
+# --- methods of sharded modules -------------------------------------------------------------------------------------------
+
+
+@sharded_method
+def set_custom_all_gather(self: FSDPModule, comm: AllGather) -> None:
+    """Set a custom all-gather for this unit, with one all-gather per parameter group in memory allocated by `comm`.
+
+    Args:
+        comm: an `AllGather`, or any callable with an `allocate` method of that interface.
+
+    Raises:
+        ValueError: for anything else.
+        StateError: inside a forward or backward.
+    """
+    _check_comm(comm, "set_custom_all_gather", "AllGather")
+    unit = require_unit(self)
+    unit.reconfigure(doing="set_custom_all_gather()", gather_adapter=Adapter(_is_cpu(unit), all_gather=comm))
+
+
+@sharded_method
+def set_custom_reduce_scatter(self: FSDPModule, comm: ReduceScatter) -> None:
+    """Set a custom reduce-scatter for this unit, with one reduce-scatter per group in memory allocated by `comm`.
+
+    Args:
+        comm: a `ReduceScatter`, or any callable with an `allocate` method of that interface.
+
+    Raises:
+        ValueError: for anything else.
+        StateError: inside a forward or backward.
+    """
+    _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
+    unit = require_unit(self)
+    unit.reconfigure(doing="set_custom_reduce_scatter()", reduce_adapter=Adapter(_is_cpu(unit), reduce_scatter=comm))
+
+
+@sharded_method
+def set_allocate_memory_from_process_group_for_comm(self: FSDPModule, enable: bool) -> None:
+    """Set whether communication buffers are allocated by the process group's backend, as for NCCL user buffers.
+
+    Args:
+        enable: False allocates them from the default allocator again.
+
+    Raises:
+        ValueError: if the backend cannot allocate memory, or this unit has custom collectives.
+        StateError: inside a forward or backward.
+    """
+    unit = require_unit(self)
+    _refuse_custom_collectives(unit)
+    group, memory = unit.axis.group, None
+    if check_bool("enable", enable) and group is not None:
+        memory = _torch.process_group_memory(group, unit.axis.device)
+    _set_memory(unit, memory, doing="set_allocate_memory_...()")
+
+
+@sharded_method
+def set_symm_mem_for_comm(self: FSDPModule, backend: str = "NCCL") -> None:
+    """Allocate this unit's communication buffers in symmetric memory. Collective.
+
+    Args:
+        backend: the name of torch's symmetric-memory backend, such as "NCCL" or "NVSHMEM".
+
+    Raises:
+        ValueError: on the CPU, which has no symmetric memory, if this unit has custom collectives, or if `backend` is not
+            a string.
+        StateError: inside a forward or backward.
+    """
+    unit = require_unit(self)
+    if not isinstance(backend, str):
+        raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}.")
+    _refuse_custom_collectives(unit)
+    group = unit.axis.group
+    memory = None if group is None else _torch.symmetric_memory(group, unit.axis.device, backend)
+    _set_memory(unit, memory, doing="set_symm_mem_for_comm()")
+
+
+def _set_memory(unit: Unit, memory: Allocate | None, *, doing: str) -> None:
+    adapter = None if memory is None else Adapter(_is_cpu(unit), memory)
+    unit.reconfigure(doing=doing, gather_adapter=adapter, reduce_adapter=adapter)
+
+
+def _is_cpu(unit: Unit) -> bool:
+    return unit.axis.device.type == "cpu"
+
+
+def _check_comm(comm: Any, setter: str, kind: str) -> None:
+    if not callable(comm) or not hasattr(comm, "allocate"):
+        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}.")
+
+
+def _refuse_custom_collectives(unit: Unit) -> None:
+    """Raise ValueError if the unit has custom collectives, which allocate their own memory."""
+    for adapter in (unit.options.gather_adapter, unit.options.reduce_adapter):
+        for comm in (adapter.all_gather, adapter.reduce_scatter) if isinstance(adapter, Adapter) else ():
+            if comm is not None:
+                raise ValueError(
+                    f"Unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory."
+                )
+
+
+__all__ = ["Adapter", "AllGather", "Comm", "ReduceScatter"]
