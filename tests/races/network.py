@@ -175,7 +175,7 @@ def mesh_of(replicas: int) -> DeviceMesh:
 @contextmanager
 def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
     """A block in which the shards of CPUOffloadPolicy are in the host's memory, which is the same kind of tensor here."""
-    copy_shards, storage_of, reduction = ParamGroup._copy_shards, Unit._storage, Reduction.__init__
+    copy_shards, storage_of, reduction = ParamGroup.copy_shards, Unit._storage, Reduction.__init__
 
     def copying(group: Any, values: Any, unwritten: Any) -> tuple[Tensor, list[Tensor]]:
         flat, shards = copy_shards(group, values, unwritten)
@@ -199,7 +199,7 @@ def host_memory(detector: Detector, *, pinned: bool) -> Iterator[None]:
 
     with ExitStack() as entered:
         for target, name, value in (
-            (ParamGroup, "_copy_shards", copying),
+            (ParamGroup, "copy_shards", copying),
             (Unit, "_storage", lambda unit, packed: replace(storage_of(unit, packed), pinned=pinned)),
             (Reduction, "__init__", reducing),
             (_torch, "process_group_memory", allocating),

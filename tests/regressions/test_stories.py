@@ -1513,7 +1513,7 @@ def test_groups_that_cannot_be_built_again_leave_the_former_ones_in_use(world: W
     model = nn.Linear(5, 3)
     model.bias.requires_grad_(False)  # so that there are two groups
     fully_shard(model, mesh=world.mesh)
-    copies, copy_shards = [], ParamGroup._copy_shards
+    copies, copy_shards = [], ParamGroup.copy_shards
 
     def no_memory(group: ParamGroup, *args: Any) -> Any:
         copies.append(group)
@@ -1521,7 +1521,7 @@ def test_groups_that_cannot_be_built_again_leave_the_former_ones_in_use(world: W
             raise torch.OutOfMemoryError("none left")
         return copy_shards(group, *args)
 
-    with mock.patch.object(ParamGroup, "_copy_shards", no_memory), pytest.raises(torch.OutOfMemoryError):
+    with mock.patch.object(ParamGroup, "copy_shards", no_memory), pytest.raises(torch.OutOfMemoryError):
         model.set_separate_reduce_scatter_group(True)
     with torch.no_grad():
         model.weight.zero_()
