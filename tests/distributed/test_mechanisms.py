@@ -7,9 +7,11 @@ from harness import World, ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Stack, batch, shard_stack, square
+from torch import nn
 
 from fullshard.comm.gloo import MessageTag
 from fullshard.core.heartbeat import _LENGTH_STEP, message_length
+from fullshard.core.unit_modules import unit_of
 
 
 @given(st.integers(0, 100_000), st.integers(0, _LENGTH_STEP - 1))
@@ -43,3 +45,16 @@ def test_a_parameter_that_changes_its_dtype_stays_the_object_that_optimizers_hol
     values = [one.full_tensor().clone() for one in before]  # type: ignore[attr-defined]
     optimizer.step()
     assert not any(one.full_tensor().equal(value) for one, value in zip(before, values))  # type: ignore[attr-defined]
+
+
+@ranks(1, 2)
+def test_a_unit_is_attached_while_its_modules_are_at_their_place_though_others_hold_them(world: World) -> None:
+    """`are_attached`: a unit that was taken out of the model is not prefetched, on any rank, whoever still refers to it."""
+    model = shard_stack(Stack(), world.mesh)
+    square(model(batch(0))).backward()
+    held, unit = model.blocks[1], unit_of(model.blocks[1])
+    assert unit is not None and unit.place.are_attached(unit)
+    model.blocks[1] = nn.Identity()
+    assert not unit.place.are_attached(unit)
+    model.blocks[1] = held
+    assert unit.place.are_attached(unit)

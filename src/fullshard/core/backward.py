@@ -33,19 +33,20 @@ class BackwardHook:
         self._task = task
         try:
             self._unit.pre_backward(self._call)
-            self._forget()
+            if not self._reached:
+                self._forget()
         except BaseException as failure:
             self._unit.runtime.recovery.note_interrupt(failure)
             raise
 
     def __del__(self) -> None:
-        self._forget()
+        if not self._reached:
+            self._forget()
 
     def _forget(self) -> None:
         """Record that the graph no longer needs the unit."""
-        if not self._reached:
-            self._reached = True
-            self._unit.runtime.scheduler.graph_released(self._call)
+        self._reached = True
+        self._unit.runtime.scheduler.graph_released(self._call)
 
 
 class NodeHooks:

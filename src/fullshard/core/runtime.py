@@ -80,7 +80,7 @@ class Runtime:
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.communicator = Communicator(device, lanes)
-        self.scheduler = Scheduler()
+        self.scheduler = Scheduler(self._can_prefetch)
         self.listeners: list[Listener] = []
         self.reducer = GradientReducer(self.communicator, self.listeners)
         self.backward = RunningBackward(self._backward_raised)
@@ -89,8 +89,7 @@ class Runtime:
         self.raised_in: tuple[str, str] | None = None
 
         # Units by number, and the numbers of those that were deleted since the last forward began.
-        self._units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-        self.unit: Callable[[int], Unit | None] = self._units.get  # None if the unit is deleted
+        self._units: dict[int, weakref.ref[Unit]] = {}
         self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
         self._numbers = itertools.count()
         self._thread = get_ident()
@@ -115,7 +114,7 @@ class Runtime:
         self.forget_deleted()
         self.reducer.poll()  # collectives of a deleted model may hold its memory, which this unit may need
         number = next(self._numbers)
-        self._units[number] = unit
+        self._units[number] = weakref.ref(unit)
         weakref.finalize(unit, self._deleted.append, number)
         return self.scheduler.register(number, unit.options)
 
@@ -123,16 +122,20 @@ class Runtime:
         """Remove a unit that was taken off its modules."""
         self.reducer.discard(unit)
         self._kept.discard(unit)
-        if self._units.pop(unit.number, None) is not None:
-            self._forget(unit.number)
+        self._forget(unit.number)
 
     def has_unit(self, number: int) -> bool:
         """Return True if the unit with this number is alive."""
-        return number in self._units
+        return self.unit(number) is not None
+
+    def unit(self, number: int) -> Unit | None:
+        """Return the unit with this number, None if it is deleted."""
+        reference = self._units.get(number)
+        return None if reference is None else reference()
 
     def all_units(self) -> list[Unit]:
         """Return the living units, oldest first."""
-        return [unit for _, unit in sorted(self._units.items())]
+        return [unit for number in sorted(self._units) if (unit := self.unit(number)) is not None]
 
     def forget_deleted(self) -> None:
         """Unregister the units that were deleted, which may have happened on any thread, in the middle of an event."""
@@ -140,6 +143,7 @@ class Runtime:
             self._forget(self._deleted.popleft())
 
     def _forget(self, number: int) -> None:
+        self._units.pop(number, None)
         if not self.scheduler.knows(number):
             return
         self.scheduler.unregister(number)
@@ -147,6 +151,10 @@ class Runtime:
         self.update_timeouts()
         for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
             self.reducer.track(work, group.free_unsharded)
+
+    def _can_prefetch(self, number: int) -> bool:
+        unit = self.unit(number)
+        return unit is not None and unit.place.are_attached(unit)
 
     def update_timeouts(self, *more: CheckPolicy) -> None:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
@@ -204,7 +212,8 @@ class Runtime:
         """Run actions in order. If one raises, its unit and those of the actions after it are resharded."""
         shown = _torch.profiling()
         for index, action in enumerate(actions):
-            unit = self.unit(action.unit)
+            reference = self._units.get(action.unit)
+            unit = None if reference is None else reference()
             if unit is None:
                 continue  # deleted since the scheduler decided
             try:

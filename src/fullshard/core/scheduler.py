@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fullshard.errors import InternalError
 from fullshard.policies import CommPolicy, StateSharding
@@ -52,7 +52,7 @@ class KeepAfterForward(enum.Enum):
     KEPT = "kept"  # ZERO1 and ZERO2: unsharded parameters stay until the shards are written, also after backward
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take twice as long to make
 class Action:
     """One thing for the runtime to do with one unit."""
 
@@ -83,8 +83,7 @@ class PassBy(Action):
     """Log a backward through the unit that reaches inputs only, so there is nothing to reduce."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardCall:
+class ForwardCall(NamedTuple):
     """One forward of a unit, as an interval on the scheduler's clock, which ticks when any unit's forward starts or ends."""
 
     unit: int
@@ -93,8 +92,7 @@ class ForwardCall:
     copied: bool = False  # it used a copy of the parameters, so that its backward needs none
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardResult:
+class ForwardResult(NamedTuple):
     """The result of `Scheduler.after_forward`."""
 
     call: ForwardCall
@@ -271,6 +269,10 @@ class Stats:
 # --- the scheduler ---
 
 
+def _always(unit: int) -> bool:
+    return True
+
+
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
@@ -291,11 +293,13 @@ class Scheduler:
         stats: counts of all-gathers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, can_prefetch: Callable[[int], bool] = _always) -> None:
+        """`can_prefetch`: returns True if a unit may be prefetched, with the same answer on all ranks."""
         self.clock = 0
         self.running: list[ForwardCall] = []
         self.stats = Stats()
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
+        self._can_prefetch = can_prefetch
         self._records: dict[int, UnitRecord] = {}
 
         # Outermost forwards begun, backwards begun and backwards ended so far: the number of the current phase.
@@ -733,7 +737,7 @@ class Scheduler:
         budget = record.options.comm.prefetch_bytes  # None: one unit
         for unit in expected if by_user is None else by_user:
             other = self._records.get(unit)
-            if other is None:
+            if other is None or not self._can_prefetch(unit):
                 continue
             is_over = len(self._prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
             if by_user is None and is_over:

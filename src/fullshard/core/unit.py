@@ -708,7 +708,7 @@ def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
         if unit is not None and name:
             unit.unit_name.name = clean_name(name) or unit.name
             if runs:
-                unit.place.outermost = weakref.ref(module)
+                unit.place.record_path(module, name)
 
 
 __all__ = [

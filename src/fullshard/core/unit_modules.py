@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from fullshard import _torch
 from fullshard.errors import StateError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 
 
 class UnitModules:
-    """The modules that `fully_shard` was called on, and the outermost module around them.
+    """The modules that `fully_shard` was called on, and the path from the outermost module to them.
 
     References to modules are weak, since modules refer to their unit.
 
@@ -31,8 +32,7 @@ class UnitModules:
         self.is_list = len(modules) > 1
         self._modules = [weakref.ref(module) for module in modules]
         self._hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules and the handles of their hooks
-        # The outermost module that the unit ran below, or its own first module; it returns None once that is deleted.
-        self.outermost: Callable[[], nn.Module | None] = self._modules[0]
+        self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module down: parent, name of its child
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Yield the modules that are alive."""
@@ -40,6 +40,37 @@ class UnitModules:
             module = ref()
             if module is not None:
                 yield module
+
+    @property
+    def outermost(self) -> nn.Module | None:
+        """The outermost module that the unit ran below, or its own first module; None once it is deleted."""
+        if self._path:
+            return self._path[0][0]()
+        return self._modules[0]()
+
+    def record_path(self, root: nn.Module, path: str) -> None:
+        """Store the path of the unit below `root`."""
+        self._path = []
+        for part in path.split("."):
+            self._path.append((weakref.ref(root), part))
+            child = _torch.children_of(root)[part]
+            assert child is not None
+            root = child
+
+    def are_attached(self, unit: object) -> bool:
+        """Return True if the modules are still at their path in the model. `unit` is the unit of these modules.
+
+        Whether a module is alive may differ between ranks, since one rank may keep a reference to it; its place in the model
+        does not. So the scheduler may depend on this.
+        """
+        path = self._path
+        last = len(path) - 1
+        for index, (ref, part) in enumerate(path):
+            parent = ref()
+            child = None if parent is None else _torch.children_of(parent).get(part)
+            if child is None or (child.__dict__.get(_UNIT) is not unit if index == last else child is not path[index + 1][0]()):
+                return False
+        return True
 
     def add_hook(self, module: nn.Module, handle: Any) -> None:
         """Store the handle of a hook on `module`."""

@@ -149,7 +149,7 @@ class UnitView(_View):
     @property
     def _comm_ctx(self) -> object:
         """An object shared by exactly the units of one model. Programs compare its `id`."""
-        root = self._unit.place.outermost()
+        root = self._unit.place.outermost
         found = None if root is None else unit_of(root)
         return (found or self._unit).unit_name
 
