@@ -457,6 +457,20 @@ def test_to_empty_never_leaves_garbage_without_a_word(world: World) -> None:
 
 
 @ranks(2)
+def test_memory_of_each_module_of_a_list_is_found_unwritten(world: World) -> None:
+    """`to_empty()` allocates for one module after the other; the marks of the last one hid those of the others."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard([model[0], model[1]], mesh=world.mesh)
+    model.to_empty(device=world.mesh.device_type)
+    for index in (1, 0):  # the latest marks first
+        with pytest.raises(StateError, match=rf"to_empty\(\) allocated parameter '{index}.weight'"):
+            model(torch.ones(1, 4))
+        model[index].reset_parameters()
+    model(torch.ones(1, 4))
+
+
+@ranks(2)
 def test_unshard_and_join_inside_full_params_are_refused_and_change_nothing(world: World) -> None:
     """Both installed parameters of their own beside the plain ones, and what was written went to the wrong ones."""
     model = shard_stack(Stack(), world.mesh)

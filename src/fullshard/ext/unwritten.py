@@ -95,9 +95,9 @@ class UnwrittenTensors:
         return {id(one.tensor) for one in self._tensors() if self._is_unwritten(one)}
 
     def _is_unwritten(self, one: _Named) -> bool:
+        version, tensor = self._versions.get(one.key), one.tensor
         # An integer tensor may contain the mark as a real value, so its version counter must be unchanged as well.
-        tensor = one.tensor
-        return is_marked(tensor) and (tensor.is_floating_point() or tensor._version == self._versions.get(one.key))
+        return version is not None and is_marked(tensor) and (tensor.is_floating_point() or tensor._version == version)
 
     def _tensors(self) -> list[_Named]:
         """Return all tensors that still exist."""
@@ -115,13 +115,13 @@ class UnwrittenTensors:
         return found
 
 
-_UNWRITTEN: weakref.WeakKeyDictionary[Unit, UnwrittenTensors] = weakref.WeakKeyDictionary()
-"""The marked tensors of each unit, until its next forward."""
+_UNWRITTEN: weakref.WeakKeyDictionary[Unit, list[UnwrittenTensors]] = weakref.WeakKeyDictionary()
+"""The marked tensors of each unit, until its next forward, the latest first."""
 
 
-def unwritten_of(unit: Unit) -> UnwrittenTensors | None:
-    """Return the tensors of the unit that are marked, and that no forward has checked since; None if there are none."""
-    return _UNWRITTEN.get(unit)
+def unwritten_of(unit: Unit) -> list[UnwrittenTensors]:
+    """Return the tensors of the unit that are marked, and that no forward has checked since, the latest first."""
+    return _UNWRITTEN.get(unit, [])
 
 
 def tensors_on_meta(unit: Unit) -> UnwrittenTensors:
@@ -148,7 +148,7 @@ def mark_unwritten(unit: Unit, fresh: UnwrittenTensors, by: str = "to_empty() al
         by: the cause, for error texts.
     """
     fresh.mark(by)
-    _UNWRITTEN[unit] = fresh
+    _UNWRITTEN[unit] = [fresh, *unwritten_of(unit)]  # `to_empty()` allocates for one module of a list after the other
     unit.before_first_use(_check_written, first=True)  # before the collectives of other checks
 
 
@@ -159,7 +159,12 @@ def _around_allocation(unit: Unit) -> Callable[[], None]:
 def _check_written(unit: Unit, _: nn.Module) -> None:
     """Raise StateError, naming the tensors, if some that are marked were never written."""
     unit.refresh()
-    fresh = _UNWRITTEN[unit]
+    for fresh in unwritten_of(unit):
+        _check_tensors(unit, fresh)
+    del _UNWRITTEN[unit]
+
+
+def _check_tensors(unit: Unit, fresh: UnwrittenTensors) -> None:
     left = fresh.remaining()
     if left:
         raise StateError(
@@ -176,7 +181,6 @@ def _check_written(unit: Unit, _: nn.Module) -> None:
             "itself fills them, ignore this warning.",
             stacklevel=2,
         )
-    del _UNWRITTEN[unit]
 
 
 def _warn_of_unwritten(unit: Unit) -> None:
@@ -184,14 +188,14 @@ def _warn_of_unwritten(unit: Unit) -> None:
 
     This is no error, since a load may be about to fill the dict.
     """
-    fresh = _UNWRITTEN.get(unit)
-    left = fresh.remaining() if fresh is not None and fresh.cause.startswith("load_weights()") else []
-    if fresh is not None and left:
-        names = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
-        warn_once(
-            f"state_dict() of unit '{unit.name}' contains uninitialized memory: {fresh.cause} {names}, and nothing has written "
-            "it since. Load values into the dict before you save it."
-        )
+    for fresh in unwritten_of(unit):
+        left = fresh.remaining() if fresh.cause.startswith("load_weights()") else []
+        if left:
+            names = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+            warn_once(
+                f"state_dict() of unit '{unit.name}' contains uninitialized memory: {fresh.cause} {names}, and nothing has "
+                "written it since. Load values into the dict before you save it."
+            )
 
 
 ALLOCATION.append(_around_allocation)

@@ -108,8 +108,8 @@ def has_marks(model: nn.Module, units: Iterable[Unit]) -> bool:
 
 
 def _marked(model: nn.Module, units: Iterable[Unit]) -> list[ext.unwritten.UnwrittenTensors]:
-    found = [ext.unwritten.unwritten_of(unit) for unit in units] + [_UNMANAGED.get(module) for module in model.modules()]
-    return [one for one in found if one is not None]
+    found = [one for unit in units for one in ext.unwritten.unwritten_of(unit)]
+    return found + [_UNMANAGED[module] for module in model.modules() if module in _UNMANAGED]
 
 
 def unwritten_ids(model: nn.Module, units: Iterable[Unit]) -> set[int]:
