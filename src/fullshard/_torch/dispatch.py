@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,11 +45,13 @@ def writes(operation: Any) -> bool:
 
 def written_to(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the argument tensors that an operator writes to, including tensors in lists."""
-    if not operation._schema.is_mutable:
-        return []
-    names = [(at, known.name) for at, known in enumerate(operation._schema.arguments) if known.is_write]
-    given = [args[at] if at < len(args) else kwargs.get(name) for at, name in names]
+    given = [args[at] if at < len(args) else kwargs.get(name) for at, name in _arguments_written_to(operation)]
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
+@cache
+def _arguments_written_to(operation: Any) -> list[tuple[int, str]]:
+    return [(at, known.name) for at, known in enumerate(operation._schema.arguments) if known.is_write]
 
 
 def returns_tensors(operation: Any) -> bool:

@@ -17,7 +17,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
-    "PLAIN",
     "DTensorSpec",
     "ShardedTensor",
     "are_dtensors",
@@ -46,9 +45,6 @@ __all__ = [
     "whole_of",
     "with_version_of",
 ]
-
-PLAIN = "_fullshard_bare"  # attribute of a subclass of DTensor: a cached DTensor with the same memory
-
 
 # --- specs and placements --------------------------------------------------------------------------------------------
 
@@ -195,7 +191,6 @@ def point_at(tensor: DTensor, local: Tensor) -> None:
     """Replace the local tensor of `tensor` by `local`. The global shape and dtype of `tensor` must already fit."""
     # Private: `_local_tensor`. The wrapper cannot change its shape, dtype or device.
     tensor._local_tensor = local
-    tensor.__dict__.pop(PLAIN, None)  # it has the old memory
 
 
 def as_own_storage(tensor: Tensor) -> Tensor:

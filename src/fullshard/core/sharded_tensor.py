@@ -5,27 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core.subclasses import exact_copy
 from fullshard.errors import StateError
 
+if TYPE_CHECKING:
+    from fullshard.core.sharded_param import ShardedParameter
+
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
-_PLAIN = _torch.PLAIN  # attribute of both: a plain DTensor with the same memory, with which operations compute
-_MIXED = "got mixed torch.Tensor and DTensor"
-_OTHER_MESHES = "on inputs with different meshes"
-_NO_STRATEGY = "does not have a sharding strategy registered"
 _REMEDY = (
     "Use the unsharded parameter in `with fullshard.full_params(module):`, or initialize the model with "
     "fullshard.materialize(model, init=)."
 )
-_RANDOM_TAG = torch.Tag.nondeterministic_seeded
 # Their results stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
@@ -53,60 +51,52 @@ class ShardedDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
-        if handler is not None and (handled := handler(func, args, kwargs or {})) is not None:
+        if handler is not None and (handled := handler(func, args, kwargs)) is not None:
             return handled
-        sharded: list[ShardedDTensor] = []
-        plain = [_to_plain(value, sharded) for value in args]
-        out = kwargs.get("out") if kwargs else None
-        if _RANDOM_TAG in func.tags or _torch.writes(func):
-            _check_random(func, sharded)
-            _before_writes((args[0] if args else None, out))
-        if kwargs:
-            kwargs = {key: _to_plain(value, sharded) for key, value in kwargs.items()}
-        try:
-            made = func(*plain, **(kwargs or {}))
-        except RuntimeError as error:  # also NotImplementedError, a subclass
-            text, names = str(error), _names(sharded)
-            if not names or isinstance(error, StateError):
-                raise
-            if _MIXED not in text and _OTHER_MESHES not in text:
-                why = "" if _NO_STRATEGY in text else f" ({text.splitlines()[0] if text else type(error).__name__})"
-                raise StateError(
-                    f"{func} cannot be computed on sharded {names}{why}: outside of the unit's forward a rank has only its "
-                    f"shard. {_REMEDY}"
-                ) from error
-            other = "DTensors of another mesh" if _OTHER_MESHES in text else "a plain tensor"
+        given: dict[int, ShardedDTensor] = {}  # by id of the plain DTensor that takes its place
+        plain_args = [_to_plain(value, given) for value in args]
+        plain_kwargs = {key: _to_plain(value, given) for key, value in kwargs.items()}
+        known = [one for tensor in given.values() if (one := parameter_of(tensor)) is not None]
+        if handler is None and known and torch.Tag.nondeterministic_seeded in func.tags:
             raise StateError(
-                f"{func} cannot combine sharded {names} with {other}: outside of the unit's forward a rank has only its shard. "
-                "Compute with the tensors of `with fullshard.gathered(module)` (differentiable), call "
-                "register_fsdp_forward_method() for the method that reads the parameter, or keep it unsharded in "
-                "`with model.resident():`."
-            ) from error
+                f"{func} cannot be computed on sharded {_names(known)}: each shard would get the same numbers. {_REMEDY}"
+            )
+        written = [one for tensor in _torch.written_to(func, args, kwargs) if (one := parameter_of(tensor)) is not None]
+        for logical in written:
+            logical.wait_for_readers()
+        try:
+            made = func(*plain_args, **plain_kwargs)
+        except RuntimeError as error:  # also NotImplementedError, a subclass
+            if not known or isinstance(error, StateError):
+                raise
+            raise StateError(f"{func} {_reason(error, _names(known))}") from error
+        for logical in written:  # foreach operations and writes through `.data` increase no version counter
+            logical.note_write()
         if _torch.writes(func):
-            _note_writes((args[0] if args else None, out))
-            return _original_tensors(made, sharded)
-        if func.is_view:
+            return _to_given(made, given)
+        if func.is_view or func in _EMPTY_LIKE:
+            # `detach` gives a DTensor, since state dicts detach parameters, and a checkpoint must load without fullshard.
+            first = next(iter(given.values())).__dict__
+            back = first.get(_VIEWED)
+            if back is None and func is not torch.ops.aten.detach.default:
+                back = first.get(LOGICAL)
             for view in made if isinstance(made, (list, tuple)) else (made,):
-                _tag_view(view, sharded[0], func)
-        elif func in _EMPTY_LIKE and sharded:
-            _tag_view(made, sharded[0], func)
+                _mark_view(view, back)
         return made
 
     @property
     def data(self) -> Any:
         """A DTensor with the same memory and a separate version counter. Writes to it are recorded all the same."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
-        back = _back_reference(self)
-        if back is not None and type(made) is DTensor:
-            made.__dict__[_VIEWED] = back
-            _set_class(made, ShardedDTensor)
+        _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made
 
     @data.setter
     def data(self, value: Any) -> None:
         """Copy the values into the shard of a parameter. Raise StateError if dtype or shape does not fit."""
-        logical = _logical(self) if LOGICAL in self.__dict__ else None
+        logical = parameter_of(self) if LOGICAL in self.__dict__ else None
         if logical is None:
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         else:
@@ -127,7 +117,11 @@ class ShardedDTensor(DTensor):
         return made
 
     def __deepcopy__(self, memo: Any) -> Any:
-        made = _as_dtensor(self, DTensor.__deepcopy__, memo)  # type: ignore[attr-defined]
+        _set_class(self, DTensor)  # which it requires
+        try:
+            made = DTensor.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+        finally:
+            _set_class(self, ShardedDTensor)
         _set_class(made, ShardedDTensor)
         return made
 
@@ -177,120 +171,51 @@ def restore_subclass() -> None:
 _SWITCHED = threading.local()
 
 
-def _plain_dtensor(tensor: ShardedDTensor) -> DTensor:
-    """Return a plain DTensor with the same memory, with which operations compute. Cached on `tensor`."""
-    cached = tensor.__dict__.get(_PLAIN)
-    local, spec = _torch.local_tensor(tensor), _torch.spec_of(tensor)
-    if cached is None or _torch.local_tensor(cached) is not local or _torch.spec_of(cached) is not spec:
-        cached = tensor.__dict__[_PLAIN] = _torch.dtensor(local, spec)
-    return cached
-
-
-def unsharded_like(tensor: ShardedDTensor) -> Tensor:
-    """Return an uninitialized tensor with the shape and strides of the unsharded parameter."""
-    # Strides matter, because random numbers are drawn in memory order.
-    local = _torch.local_tensor(tensor)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
-
-
-def store_shard(tensor: ShardedDTensor, full: Tensor) -> None:
-    """Copy this rank's shard of `full`, (tensor.shape), into the parameter."""
-    part = local_rows(tensor, full)
-    _before_writes(tensor)
-    _torch.local_tensor(tensor).copy_(part)
-    _note_writes(tensor)
-
-
-def local_rows(tensor: ShardedDTensor, full: Tensor) -> Tensor:
-    """Return this rank's shard of `full`, (tensor.shape)."""
-    logical, spec = _logical(tensor), _torch.spec_of(tensor)
-    if logical is not None and tensor.shape == logical.shape and spec.placements == logical.sharding.placements:
-        return logical.slice(full).view(_torch.local_tensor(tensor).shape)  # type: ignore[no-any-return]
-    return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
-
-
-def _check_random(func: Any, sharded: list[ShardedDTensor]) -> None:
-    """Raise StateError for a random operation without a handler: each shard would get the same numbers."""
-    if _RANDOM_TAG in func.tags and func not in _HANDLERS and (names := _names(sharded)):
-        raise StateError(f"{func} cannot be computed on sharded {names}: each shard would get the same numbers. {_REMEDY}")
-
-
-def _to_plain(value: Any, sharded: list[ShardedDTensor]) -> Any:
+def _to_plain(value: Any, given: dict[int, ShardedDTensor]) -> Any:
+    """Return an argument with plain DTensors of the same memory in place of ShardedDTensors, which are added to `given`."""
     if type(value) is ShardedDTensor:
-        sharded.append(value)
-        return _plain_dtensor(value)
-    if isinstance(value, (list, tuple)) and any(type(one) is ShardedDTensor for one in value):
-        return [_to_plain(one, sharded) for one in value]
-    return value
+        plain = _torch.dtensor(_torch.local_tensor(value), _torch.spec_of(value))
+        given[id(plain)] = value
+        return plain
+    return [_to_plain(one, given) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _original_tensors(made: Any, sharded: list[ShardedDTensor]) -> Any:
-    """Return the ShardedDTensors that were passed to a writing operation, in place of the plain DTensors in its result."""
+def _to_given(made: Any, given: dict[int, ShardedDTensor]) -> Any:
+    """Return the result of a writing operator with the arguments that it wrote to, as they were given."""
     if isinstance(made, (list, tuple)):
-        return type(made)(_original_tensors(one, sharded) for one in made)
-    if type(made) is DTensor:
-        for tensor in sharded:
-            if tensor.__dict__[_PLAIN] is made:
-                return tensor
-    return made
+        return type(made)(_to_given(one, given) for one in made)
+    return given.get(id(made), made)
 
 
-def _before_writes(written: Any) -> None:
-    """Block the host until no copy to the device reads the shards in host memory that are about to be written."""
-    if type(written) is ShardedDTensor:
-        logical = _logical(written)
-        if logical is not None:
-            logical.wait_for_readers()
-    elif isinstance(written, (list, tuple)):
-        for one in written:
-            _before_writes(one)
-
-
-def _note_writes(written: Any) -> None:
-    """Record writes to sharded parameters: foreach operations and writes through `.data` increase no version counter."""
-    if type(written) is ShardedDTensor:
-        logical = _logical(written)
-        if logical is not None:
-            logical.note_write()
-    elif isinstance(written, (list, tuple)):
-        for one in written:
-            _note_writes(one)
-
-
-def _tag_view(view: Any, tensor: ShardedDTensor, func: Any) -> None:
-    back = tensor.__dict__.get(_VIEWED)
-    if back is None:
-        back = tensor.__dict__.get(LOGICAL)
-        if func is torch.ops.aten.detach.default:
-            return  # a DTensor, since state dicts detach parameters and a checkpoint must load without fullshard
+def _mark_view(view: Any, back: Any) -> None:
+    """Make `view` a ShardedDTensor, whose writes are those of the parameter that the reference `back` leads to."""
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
         _set_class(view, ShardedDTensor)
 
 
-def _as_dtensor(tensor: ShardedDTensor, fn: Any, argument: Any) -> Any:
-    """Call `fn` while the class of `tensor` is DTensor, for functions that require exactly that class."""
-    tensor.__dict__.pop(_PLAIN, None)
-    _set_class(tensor, DTensor)
-    try:
-        return fn(tensor, argument)
-    finally:
-        _set_class(tensor, ShardedDTensor)
+def parameter_of(tensor: Tensor) -> ShardedParameter | None:
+    """Return the ShardedParameter of a sharded parameter or of a view of one; None for others, or if its unit was deleted."""
+    back = tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
+    return None if back is None else back()  # type: ignore[no-any-return]
 
 
-def _back_reference(tensor: Tensor) -> Any:
-    """Return the reference to the ShardedParameter of a sharded parameter or of a view of one, else None."""
-    return tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
+def _names(known: Sequence[ShardedParameter]) -> str:
+    """Return the names of parameters and their units for error texts."""
+    return " and ".join(dict.fromkeys(f"parameter '{one.name}' of unit '{one.unit_name.name}'" for one in known))
 
 
-def _logical(tensor: Tensor) -> Any:
-    """Return the ShardedParameter of `tensor`, or None if its unit was deleted."""
-    back = _back_reference(tensor)
-    return None if back is None else back()
-
-
-def _names(tensors: list[ShardedDTensor]) -> str:
-    """Return the names of the parameters and their units for error texts, without parameters of deleted units."""
-    found = [logical for tensor in tensors if (logical := _logical(tensor)) is not None]
-    parts = [f"parameter '{one.name}' of unit '{one.unit_name.name}'" for one in found]
-    return " and ".join(dict.fromkeys(parts))
+def _reason(error: RuntimeError, names: str) -> str:
+    """Return why an operator cannot be computed, and what to do, from the error of DTensor."""
+    text = str(error)
+    if "got mixed torch.Tensor and DTensor" in text or "on inputs with different meshes" in text:
+        other = "a plain tensor" if "got mixed" in text else "DTensors of another mesh"
+        return (
+            f"cannot combine sharded {names} with {other}: outside of the unit's forward a rank has only its shard. Compute "
+            "with the tensors of `with fullshard.gathered(module)` (differentiable), call register_fsdp_forward_method() for "
+            "the method that reads the parameter, or keep it unsharded in `with model.resident():`."
+        )
+    why = f" ({(text or type(error).__name__).splitlines()[0]})"
+    if "does not have a sharding strategy registered" in text:
+        why = ""
+    return f"cannot be computed on sharded {names}{why}: outside of the unit's forward a rank has only its shard. {_REMEDY}"

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 
 from fullshard import _torch
-from fullshard.core import ShardedDTensor, local_rows, register_operator, store_shard, unsharded_like
+from fullshard.core import ShardedDTensor, parameter_of, register_operator
 
 _ATEN = torch.ops.aten
 # Operators that overwrite the whole tensor without reading it.
@@ -28,6 +30,31 @@ _LIKE = (
     *(_ATEN.rand_like.default, _ATEN.rand_like.generator, _ATEN.randn_like.default, _ATEN.randn_like.generator),
     *(_ATEN.randint_like.default, _ATEN.randint_like.low_dtype),
 )
+
+
+def unsharded_like(tensor: ShardedDTensor) -> Tensor:
+    """Return an uninitialized tensor with the shape and strides of the unsharded parameter."""
+    # Strides matter, because random numbers are drawn in memory order.
+    local = _torch.local_tensor(tensor)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
+
+
+def store_shard(tensor: ShardedDTensor, full: Tensor) -> None:
+    """Copy this rank's shard of `full`, (tensor.shape), into the parameter."""
+    part, parameter = _local_rows(tensor, full), parameter_of(tensor)
+    if parameter is not None:
+        parameter.wait_for_readers()
+    _torch.local_tensor(tensor).copy_(part)
+    if parameter is not None:
+        parameter.note_write()
+
+
+def _local_rows(tensor: ShardedDTensor, full: Tensor) -> Tensor:
+    """Return this rank's shard of `full`, (tensor.shape)."""
+    parameter, spec = parameter_of(tensor), _torch.spec_of(tensor)
+    if parameter is not None and tensor.shape == parameter.shape and spec.placements == parameter.sharding.placements:
+        return parameter.slice(full).view(_torch.local_tensor(tensor).shape)
+    return _torch.local_tensor(distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None))
 
 
 def _fill(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +79,7 @@ def _fill_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return None
     full = func(unsharded_like(tensor), *args[1:], **kwargs)
     made: Any = torch.empty_like(tensor, dtype=full.dtype, memory_format=torch.contiguous_format)
-    _torch.local_tensor(made).copy_(local_rows(tensor, full))
+    _torch.local_tensor(made).copy_(_local_rows(tensor, full))
     return made
 
 
@@ -60,4 +87,4 @@ for _operators, _handler in ((_FILLS, _fill), (_LIKE, _fill_like)):
     for _operator in _operators:
         register_operator(_operator, _handler)
 
-__all__: list[str] = []
+__all__ = ["store_shard", "unsharded_like"]

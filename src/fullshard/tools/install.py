@@ -21,11 +21,10 @@ from fullshard.core import (
     ShardedDTensor,
     current_parameter,
     logical_parameters,
-    store_shard,
     to_local,
-    unsharded_like,
 )
 from fullshard.errors import StateError
+from fullshard.ext.fills import store_shard, unsharded_like
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
