@@ -53,7 +53,6 @@ class ParamGroup:
         grads: gradients kept between backwards.
         divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
         installed: whether the unsharded parameters are registered on the modules.
-        unsharded: the unsharded parameters; empty before the first all-gather, and for one that is a tensor subclass.
     """
 
     flat = True
@@ -93,7 +92,6 @@ class ParamGroup:
         self.factors: tuple[object, bool, Any] | None = None
         self.installed = False
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
-        self.unsharded: list[Tensor] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
@@ -264,7 +262,14 @@ class ParamGroup:
                         sharded.requires_grad_(unsharded.requires_grad)
         self.installed = False
 
-    def move_shard(self) -> None:
+    def replace_values(self, parameter: ShardedParameter, rows: Tensor) -> None:
+        """Copy `rows` into the shard of a parameter, but not into other tensors that share its memory."""
+        if _torch.has_aliases(parameter.local):
+            self._move_shard()
+        with torch.no_grad():
+            parameter.local.copy_(rows)
+
+    def _move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.
 
         Raises StateError if the memory is kept.
@@ -323,7 +328,6 @@ class ParamGroup:
             # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
             with torch.inference_mode(False), torch.no_grad():
                 buffer = self._buffer = self.make_unsharded()
-            self.unsharded = [parameter.unsharded for parameter in self.parameters if parameter.unsharded is not None]
             buffer.keep = self._keeps_memory
         versions = self.shard_versions()
         # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
@@ -498,7 +502,6 @@ class ParamGroup:
         # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
         # storage is freed with the last one. The next all-gather creates a new buffer and new unsharded parameters in it.
         self._buffer = self._inner_shard = None
-        self.unsharded = []
         for parameter in self.parameters:
             parameter.unsharded = None
 

@@ -16,7 +16,7 @@ from fullshard.core.module_tree import ParamRef, Slot
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
-from fullshard.core.subclasses import exact_copy, is_plain, take_attributes, version_of_memory
+from fullshard.core.subclasses import version_of_memory
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
@@ -282,25 +282,11 @@ class ShardedParameter:
         # The address of a tensor subclass is 0, since its memory is that of the tensors inside of it.
         if not rows.numel() or (rows.data_ptr() == self.local.data_ptr() != 0 and rows.stride() == self.local.stride()):
             return
-        if not is_plain(self.local):
-            self._replace_subclass(rows)
-            return
         group = self.group()
-        if group is not None and _torch.has_aliases(self.local):
-            group.move_shard()
-        with torch.no_grad():
+        if group is None:  # its unit was deleted
             self.local.copy_(rows)
-
-    def _replace_subclass(self, rows: Tensor) -> None:
-        """Replace a shard that is a tensor subclass, with its attributes: a precomputed scale is one of the old values."""
-        with torch.inference_mode(False), torch.no_grad():
-            if type(rows) is type(self.local):
-                fresh = exact_copy(rows)
-            else:
-                fresh = self.local.new_zeros(self.local.shape)
-                fresh.copy_(rows)
-        take_attributes(self.local, fresh, values=False)
-        self.bind_to_flat_shard(fresh)
+        else:
+            group.replace_values(self, rows)
 
     def slice(self, full: Tensor) -> Tensor:
         """Return this rank's rows of a plain tensor with the parameter's shape."""

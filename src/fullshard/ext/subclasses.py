@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard import _torch
 from fullshard.comm.base import Collectives
@@ -279,12 +279,20 @@ class ExtensionGroup(ParamGroup):
         """Copy the shard, without a flat shard."""
         return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device), [_own_shard(values[0])]
 
-    def finish_all_gather(self) -> None:
-        """Complete the all-gather, in which the first one makes the unsharded parameter."""
-        super().finish_all_gather()
-        unsharded = self.parameters[0].unsharded
-        if not self.unsharded and type(unsharded) is nn.Parameter:
-            self.unsharded = [unsharded]
+    def replace_values(self, parameter: ShardedParameter, rows: Tensor) -> None:
+        """Replace the shard, with its attributes: a precomputed scale is one of the old values."""
+        shard = parameter.local
+        if is_plain(shard):
+            super().replace_values(parameter, rows)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if type(rows) is type(shard):
+                fresh = exact_copy(rows)
+            else:
+                fresh = shard.new_zeros(shard.shape)
+                fresh.copy_(rows)
+        take_attributes(shard, fresh, values=False)
+        parameter.bind_to_flat_shard(fresh)
 
     def make_unsharded(self) -> ExtensionBuffer:
         """Create the unsharded buffer. Its first all-gather makes the unsharded parameter."""
