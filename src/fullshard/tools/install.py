@@ -24,7 +24,6 @@ from fullshard.core import (
     to_local,
 )
 from fullshard.errors import StateError
-from fullshard.ext.fills import store_shard, unsharded_like
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
@@ -67,6 +66,8 @@ def _trunc_normal(original: Callable[..., Tensor], tensor: Tensor, *args: Any, *
     """
     if not isinstance(tensor, ShardedDTensor) or tensor.device.type == "meta":
         return original(tensor, *args, **kwargs)
+    from fullshard.ext.fills import store_shard, unsharded_like  # here, so that fullshard can be imported without that file
+
     full = unsharded_like(tensor)
     original(full, *args, **kwargs)
     with torch.no_grad():
