@@ -14,7 +14,7 @@ from harness import World, ranks
 from models import Stack, assert_near, assert_same_grads, assert_same_parameters, batch, full, shard_stack, share_grads, square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard import HFSDP, CPUOffloadPolicy, MixedPrecisionPolicy, StateError, clip_grad_norm_, fully_shard, undo
 from fullshard._torch import HONOURS_SUBCLASSES
@@ -152,7 +152,7 @@ def test_a_parameter_that_is_assigned_or_removed_after_sharding_is_refused_by_na
     for module in (*model, model):
         fully_shard(module, mesh=world.mesh, reshard_after_forward=when != "kept")
     x, layer = torch.ones(2, 4), model[1]
-    if when != "at once":
+    if when != "at once" or change is assign:  # DTensors that are assigned before the first forward are taken over
         for _ in range(2):  # then the second layer is prefetched, or kept
             model(x).sum().backward()
     kept, cls = layer.weight, type(layer)
@@ -174,6 +174,31 @@ def test_a_parameter_that_is_assigned_or_removed_after_sharding_is_refused_by_na
             m(x).sum().backward()
         assert type(layer) is cls
         assert_same_grads(model, plain)
+
+
+@ranks(1, 2)
+def test_dtensors_that_are_assigned_before_the_first_forward_are_the_weights(world: World) -> None:
+    """So transformers loads a checkpoint into a model that it sharded on meta; an optimizer may list what it assigned."""
+    model = Stack()
+    with torch.device("meta"):
+        sharded = Stack()
+    shard_stack(sharded, world.mesh)
+    for name, value in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        placed = distribute_tensor(value.detach().clone(), world.mesh, [Shard(0)])
+        setattr(sharded.get_submodule(owner), own, nn.Parameter(placed))
+    for name, buffer in model.named_buffers():
+        owner, _, own = name.rpartition(".")
+        setattr(sharded.get_submodule(owner), own, buffer.clone())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, model)]
+    for step in range(2):
+        for m, part, optimizer in zip((sharded, model), (world.mine, lambda x: x), optimizers):
+            optimizer.zero_grad()
+            square(m(part(batch(step)))).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that other lists of what was assigned are stale
+                optimizer.step()
+    assert_same_parameters(sharded, model)
 
 
 @pytest.mark.proves("19c")

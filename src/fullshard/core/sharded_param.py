@@ -363,27 +363,32 @@ class ShardedParameter:
         self.put(self.sharded)
         return found
 
-    def read_slots(self, *, assigned: bool) -> Tensor:
+    def read_slots(self, *, assigned: bool, dtensors: bool = False) -> Tensor:
         """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
 
         assigned: True to accept other Parameters in the slots, unsharded or sharded like this one; the last one counts, as
-        for load_state_dict(). Otherwise they raise StateError, as slots without a parameter do.
+        for load_state_dict(). With `dtensors`, only DTensors that belong to no unit. Others raise StateError, as empty slots.
         """
         found = to_local(self.sharded)
         for slot in self.slots:
             current = slot.content
             if current is self.sharded or current is self.unsharded:
                 continue
-            if current is None or not assigned:
+            fits = assigned or (dtensors and isinstance(current, DTensor) and LOGICAL not in current.__dict__)
+            if current is None or not fits:
                 raise self.foreign_error(slot)
             found = self.sharding.rows_of(current.detach(), name=self.name, what="the new value")
         return found
 
     def take_slots(self) -> None:
-        """Register the sharded parameter again in slots with another one, which has no gradient."""
+        """Register the sharded parameter again in slots with another one, which it replaces, and which has no gradient."""
         for slot in self.slots:
-            if slot.content is not self.sharded:
+            current = slot.content
+            if current is not None and current is not self.sharded:
                 self.sharded.grad = None
+                if current is not self.unsharded:
+                    self.sharded.requires_grad_(current.requires_grad)
+                    set_replacement(current, self.sharded)
                 slot.put(self.sharded)
 
     def foreign_error(self, slot: ParamSlot) -> StateError:

@@ -377,6 +377,8 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
+        Before the first all-gather also DTensors that were assigned otherwise, as transformers does to load checkpoints.
+
         Args:
             unwritten: ids of parameters whose memory has no values yet.
             assigned: True after load_state_dict() and materialize(), which put other Parameters on the modules.
@@ -385,8 +387,9 @@ class Unit:
             StateError: if the user assigned another Parameter to a module, or the change is impossible now. No shard has
                 changed then.
         """
-        values = [parameter.read_slots(assigned=assigned) for parameter in self.parameters]
-        if assigned:
+        first = not self.gathers_decided
+        values = [parameter.read_slots(assigned=assigned, dtensors=first) for parameter in self.parameters]
+        if assigned or first:
             for parameter in self.parameters:
                 parameter.take_slots()
         if all(value is parameter.local for parameter, value in zip(self.parameters, values)):
