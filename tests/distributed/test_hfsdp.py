@@ -324,7 +324,7 @@ def test_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks(world: Wo
         dcp.save(states[name], checkpoint_id=folder / name)
     expected = {name: full(value) for name, value in states["all"]["model"].items()}
     moments = {key: full(value["exp_avg"]) for key, value in states["all"]["optimizer"]["state"].items()}
-    for size in (1, 2, 3, 4) if world.size == 4 else (5, 6, 7, 8):
+    for size in (1, 2, 3, 4) if world.size == 4 else (6, 7):
         group = dist.new_group(list(range(size)))
         mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1) if size % 2 == 0 else torch.arange(size))
         if world.rank < size:
