@@ -61,6 +61,10 @@ NOT_THERE = {  # tests, or cases of them
     "fsdp1_wrapper_options_that_a_policy_gives_are_checked_before_anything_changed": "asks for what the CPU refuses",
     "fsdp1_wrapper_arguments_of_the_wrong_type_are_named_before_anything_changed": "has a mesh of the CPU in mind",
     "fsdp1_wrapper_the_attributes_that_scripts_read": "has a mesh of the CPU in mind",
+    "fsdp1_wrapper_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels[parameters]": (
+        "ranks that part end as gloo ends"
+    ),
+    "fsdp1_wrapper_optimizers_that_differ_between_ranks_are_named_on_every_rank_before_anything_travels[rates]": "ranks that part end as gloo ends",
     "fsdp2_surface_memory_that_a_backend_does_not_have_is_refused": "this one has it",
     "fsdp2_surface_forced_sums_are_scaled_behind_the_collective_and_others_by_it": "looks at gloo's reduce-scatter",
     "fsdp2_surface_a_hook_on_reduced_gradients_sums_over_further_replicas": "asks for what the CPU refuses",
