@@ -79,7 +79,7 @@ def test_deleting_a_model_frees_its_memory_with_the_collector_off(world: World) 
             runtime, number = unit.runtime, unit.number
             del model, loss, unit
             assert [ref() for ref in watched] == [None] * len(watched)
-            assert not runtime.has_unit(number)
+            assert runtime.unit(number) is None
     finally:
         gc.enable()
 

@@ -124,10 +124,6 @@ class Runtime:
         self._kept.discard(unit)
         self._forget(unit.number)
 
-    def has_unit(self, number: int) -> bool:
-        """Return True if the unit with this number is alive."""
-        return self.unit(number) is not None
-
     def unit(self, number: int) -> Unit | None:
         """Return the unit with this number, None if it is deleted."""
         reference = self._units.get(number)

@@ -209,11 +209,6 @@ class OwnerPlan:
             numel += prod(matrix.shape) - mine if owner == rank else mine
         return numel * self.itemsize + (self.replicas - 1) * self.results_nbytes(rank) // self.replicas
 
-    @property
-    def slot_nbytes(self) -> int:
-        """Bytes of the largest bucket's matrices on one owner."""
-        return max((nbytes for bucket in self.buckets for nbytes in self._slots(bucket)), default=0)
-
     def peak_nbytes(self, rank: int, replica: int = 0) -> int:
         """Return the bytes that an exchange allocates at most on a rank.
 
