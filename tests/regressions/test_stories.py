@@ -1284,6 +1284,7 @@ def test_saves_streams_averages_and_loads_name_a_parameter_that_was_assigned(wor
     """They listed it as "a DTensor that no unit manages"."""
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=world.mesh)
+    model(torch.ones(2, 4))
     model.weight = nn.Parameter(model.weight.detach().clone() + 1)
     for call in (
         lambda: save_weights(model, world.folder("assigned")),

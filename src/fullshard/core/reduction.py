@@ -335,6 +335,7 @@ class Reduction:
         if self._host is not None:
             self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host
             self._flat = self._host
+            self.release_reduced_shard()  # the same on the device
 
     # --- commit ---
 

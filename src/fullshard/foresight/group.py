@@ -278,6 +278,7 @@ class SimulatedReduction:
             self._chunk_cat_on_cpu(packed, dtype)
         if packed is not None:
             group.copy(plan.layout.ranks * packed.size * (dtype.itemsize + itemsize))
+        group.ledger.free_all(fillers)
         self._sizes = [] if packed is None else [plan.layout.ranks * packed.size]
         for index in plan.reduction.direct:
             grad = grads[index]
@@ -285,7 +286,6 @@ class SimulatedReduction:
             if grad is None or plan.scales_inputs:
                 grad = group.allocate(group.numel(index) * dtype.itemsize, "staging")
             self._held.append(grad)
-        group.ledger.free_all(fillers)
         sliced = {part.parameter for message in plan.reduction.slices for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
         sent = sliced if plan.scales_inputs else {*plan.reduction.direct, *sliced}

@@ -396,14 +396,12 @@ class _Simulator:
         self._replicating.drain()
         for heartbeat in heartbeats:
             heartbeat.wait()
-        copied: list[int] = []  # device blocks that were copied to the host
         superfluous: list[int] = []  # blocks that were added to an existing `.grad`, or are of groups without a used parameter
         for reduction in reductions:
             grad, device_block = reduction.deliver()
-            copied.append(device_block)
+            self.ledger.free(device_block)  # which was copied to the host
             if not reduction.used or self._grads.setdefault(reduction.group, grad) != grad:
                 superfluous.append(grad)
-        self.ledger.free_all(copied)
         self.ledger.free_all(superfluous)
 
     def end_step(self) -> None:
