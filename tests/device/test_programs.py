@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import StateError
+from fullshard._torch import HONOURS_SUBCLASSES
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
 
@@ -134,6 +135,7 @@ HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the la
 }
 
 
+@pytest.mark.skipif(not HONOURS_SUBCLASSES, reason="torch 2.11 asks for another state of the device's generator than it has")
 @ranks(2, device="sim")
 def test_each_order_is_known_by_what_it_is_for(world: World) -> None:
     """A new one is put where it belongs above, once it was left out."""
