@@ -334,7 +334,7 @@ class Communicator:
             self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = plain
 
     def wait_for_all_streams(self) -> None:
-        """Leave the current wait, and order the compute stream behind the work of all other streams, after an interrupt."""
+        """Leave the current wait, and order the compute stream and the host behind all other streams."""
         if self.wait_state is not None:
             self.wait_state.leave()
         for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):

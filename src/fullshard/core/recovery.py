@@ -18,9 +18,9 @@ class Recovery:
 
     Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
 
-        a backward raised                         found by the next event or call        reset of the models that it reached
-        a forward ended without post-forward hook  found by the next outermost forward    reset of the models that ran in it
-        an interrupt broke off an event or a wait  sets `Communicator.interrupted`        reset of everything
+        a backward raised                          found by the next event or call       reset of the models that it reached
+        a forward ended without post-forward hook  found by the next outermost forward   reset of the models that ran in it
+        an interrupt broke off an event or a wait  sets `Communicator.interrupted`       reset of everything
     """
 
     def __init__(self, runtime: Runtime) -> None:

@@ -217,7 +217,7 @@ class GradientReducer:
                 remedy = (
                     "Run the last backward of the step outside of accumulate(), or after set_requires_gradient_sync(True)"
                     f"{' and set_is_last_backward(True)' * unit.options.states.keeps_gradients}"
-                    f"{f', and call {unit.options.ended_by}' * bool(unit.options.ended_by)}."
+                    f"{f', and call {unit.options.ended_by}' if unit.options.ended_by else ''}."
                 )
                 if not group.trainable:
                     remedy = (

@@ -387,6 +387,8 @@ class Runtime:
             self._discard_unsharded(unit)
             for group in unit.groups:
                 group.drop_gradients()
+        if everything:
+            self._gathering.clear()  # those of units that were deleted, which no later step may wait for
         self.scheduler.reset(None if everything else numbers)
         for unit in discard:
             self.reducer.discard(unit)
@@ -395,18 +397,20 @@ class Runtime:
     def _discard_unsharded(self, unit: Unit) -> None:
         """Free the unsharded parameters of a unit, whatever state they are in."""
         gathering = self._gathering.pop(unit.number, None)
-        unit.writable = False  # or freeing would raise if the user wrote to a parameter
-        if gathering is None:
-            with suppress(StateError):  # memory that numpy uses, which is dropped then
-                unit.free_unsharded()
-            return
+        unit.writable = False  # what the user wrote to them is discarded
         # Memory that messages still arrive in must not be reused. On an accelerator, order the compute stream behind them. On
         # the CPU they may never come, and keep their memory alive themselves.
-        for _, work in gathering if self.communicator.async_device is not None else ():
-            with suppress(Exception):
-                work.wait()
+        if gathering is not None and self.communicator.async_device is not None:
+            for _, work in gathering:
+                with suppress(Exception):
+                    work.wait()
         for group in unit.groups:
-            group.drop_unsharded()
+            if gathering is not None:
+                group.drop_unsharded()
+                continue
+            group.uninstall()
+            with suppress(StateError):  # memory that numpy uses, which is dropped then
+                group.free_unsharded()
 
 
 def make_unit(
