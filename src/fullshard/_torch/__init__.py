@@ -21,20 +21,6 @@ Callers write `_torch.name(...)`: this page exports the names of all files. A na
 replaced for callers outside of the package; functions inside it look up names in their own file.
 """
 
-from fullshard._torch import (
-    autograd,
-    c10d,
-    collectives,
-    devices,
-    dispatch,
-    dtensors,
-    flops,
-    fsdp,
-    nn,
-    optim,
-    simulation,
-    versions,
-)
 from fullshard._torch.autograd import *
 from fullshard._torch.c10d import *
 from fullshard._torch.collectives import *
@@ -47,17 +33,3 @@ from fullshard._torch.nn import *
 from fullshard._torch.optim import *
 from fullshard._torch.simulation import *
 from fullshard._torch.versions import *
-
-__all__ = []
-__all__ += autograd.__all__
-__all__ += c10d.__all__
-__all__ += collectives.__all__
-__all__ += devices.__all__
-__all__ += dispatch.__all__
-__all__ += dtensors.__all__
-__all__ += flops.__all__
-__all__ += fsdp.__all__
-__all__ += nn.__all__
-__all__ += optim.__all__
-__all__ += simulation.__all__
-__all__ += versions.__all__

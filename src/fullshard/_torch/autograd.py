@@ -11,20 +11,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-__all__ = [
-    "accumulates_into",
-    "carry_hooks",
-    "current_graph_task",
-    "graph_nodes",
-    "have_reduction_hooks",
-    "leads_to",
-    "on_backward_end",
-    "parameter_hooks",
-    "profiling",
-    "without_post_grad_hooks",
-]
-
-
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return a number that identifies the backward that runs on this thread; -1 outside a backward.
 

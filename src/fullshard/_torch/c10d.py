@@ -17,26 +17,6 @@ from torch import Tensor
 
 from fullshard.errors import warn_once
 
-__all__ = [
-    "NetworkError",
-    "abort_group",
-    "backend_name",
-    "default_store",
-    "exception_on",
-    "global_rank",
-    "group_name",
-    "has_backend",
-    "has_extended_api",
-    "is_alive",
-    "is_nccl",
-    "new_group",
-    "own_store",
-    "process_group_memory",
-    "store_host",
-    "symmetric_memory",
-    "world_size",
-]
-
 # --- process groups and their backends -------------------------------------------------------------------------------
 
 

@@ -15,19 +15,6 @@ from torch import Tensor
 
 from fullshard._torch.autograd import profiling
 
-__all__ = [
-    "Started",
-    "all_gather_base",
-    "all_gather_coalesced",
-    "all_reduce_max",
-    "all_reduce_sum",
-    "exchange",
-    "is_done",
-    "reduce_scatter_base",
-    "reduce_scatter_coalesced",
-]
-
-
 Started = dist.Work | None
 """Work of a started collective. Some backends return None if the kernel runs on the current stream."""
 

@@ -12,26 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._torch.c10d import has_backend
 
-__all__ = [
-    "accelerator",
-    "chunk_cat",
-    "current_stream",
-    "device_of",
-    "has_aliases",
-    "is_capturing",
-    "on_stream",
-    "references",
-    "relax_capture_mode",
-    "same_memory",
-    "same_storage",
-    "scale",
-    "split_copy",
-    "storage_key",
-    "then_order",
-    "wait_for_event",
-]
-
-
 # --- devices and streams ---------------------------------------------------------------------------------------------
 
 

@@ -10,28 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # defines operators of `_SENDS_NOTHING`
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map_only
-
-__all__ = [
-    "FakeTensor",
-    "TorchDispatchMode",
-    "argument",
-    "disable_tracing",
-    "functional_collective",
-    "is_tracing",
-    "mark_managed",
-    "only_writes",
-    "pytree_children",
-    "returns_tensors",
-    "sends_messages",
-    "tree_leaves",
-    "tree_map_only",
-    "writes",
-    "written_to",
-]
-
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import SUPPORTED_NODES
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 # --- schemas of operators --------------------------------------------------------------------------------------------
 #

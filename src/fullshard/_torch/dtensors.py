@@ -10,41 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor as ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-
-__all__ = [
-    "DTensorSpec",
-    "ShardedTensor",
-    "are_dtensors",
-    "as_own_storage",
-    "axis_of",
-    "contiguous_strides",
-    "dtensor",
-    "dtensor_like",
-    "flat_axis",
-    "groups_of",
-    "is_shard",
-    "join_meshes",
-    "local_pair",
-    "local_part",
-    "local_tensor",
-    "locals_of",
-    "mesh_of_groups",
-    "point_at",
-    "set_gradients",
-    "spec",
-    "spec_of",
-    "specs_of",
-    "strided_shard",
-    "turned_into_parameter",
-    "waited",
-    "whole_of",
-    "with_version_of",
-]
 
 # --- specs and placements --------------------------------------------------------------------------------------------
 

@@ -9,19 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = [
-    "count_flops",
-    "efficient_attention",
-    "flash_attention",
-    "flash_attention_on_cpu",
-    "grouped_mm",
-    "grouped_mm_shape",
-    "math_attention",
-    "product_in_float8",
-    "sizes_of_product",
-]
-
-
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -8,19 +8,6 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-__all__ = [
-    "HYBRID_ZERO2",
-    "GradientReductionHandle",
-    "TorchFSDPModule",
-    "attach_state",
-    "detach_state",
-    "is_non_composable",
-    "is_wrap_policy",
-    "left_out_of",
-    "run_wrap_policy",
-]
-
-
 # Base classes of ours, so that isinstance checks of user programs hold: fullshard overrides all methods.
 TorchFSDPModule: Any = torch_fsdp.FSDPModule
 GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # from torch 2.15 on

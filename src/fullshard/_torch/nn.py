@@ -10,21 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "BATCH_NORM",
-    "Undo",
-    "allocates",
-    "buffers_of",
-    "can_assign_data",
-    "children_of",
-    "extend_trunc_normal",
-    "is_in_forward",
-    "makes_parameter",
-    "parameters_of",
-    "persists",
-]
-
-
 Undo = Callable[[], None]
 """Function that reverts a change to torch."""
 

@@ -18,24 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard._torch.nn import Undo
 
-__all__ = [
-    "adjusted_lr",
-    "extend_unscaling",
-    "full_state_dict_is_requested",
-    "have_listed_by",
-    "have_listed_by_itself",
-    "list_alike",
-    "list_tensors",
-    "newton_schulz",
-    "on_optimizer_step",
-    "register_first_step_post_hook",
-    "run_optimizer_uncompiled",
-    "scalar_of",
-    "step_may_be_compiled",
-    "step_muon",
-    "unscale_and_check",
-]
-
 
 def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> None:
     """Call `before` and `after` (optimizer, args, kwargs) around the step of any optimizer."""

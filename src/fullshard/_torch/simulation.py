@@ -14,19 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = [
-    "copied",
-    "fake_ranks",
-    "item",
-    "meta_kernels",
-    "on_activation_offload",
-    "on_autocast",
-    "on_compiled",
-    "on_context_parallel",
-    "on_numpy",
-    "unsafe_view",
-]
-
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[DeviceMesh | None]:

@@ -5,17 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "HONOURS_SUBCLASSES",
-    "NEWEST_TRIED",
-    "REDUCES_IN_GRAD_DTYPE",
-    "TRACKS_GRAD_DTYPE",
-    "VERSION",
-    "grad_dtype_of",
-    "set_grad_dtype",
-]
-
-
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 """Major and minor version of the installed torch."""
 

@@ -145,6 +145,3 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
         for runtime in runtimes:
             runtime.recovery.abort_step()
     return result
-
-
-__all__ = ["any_failed"]

@@ -250,6 +250,3 @@ def _refuse_custom_collectives(unit: Unit) -> None:
                 raise ValueError(
                     f"Unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory."
                 )
-
-
-__all__ = ["Adapter", "AllGather", "Comm", "ReduceScatter"]

@@ -299,5 +299,3 @@ def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
 
 UNIT_CREATED.append(_expect_equal)
 ALLOCATION.append(_around_allocation)
-
-__all__ = ["compare_again"]

@@ -86,5 +86,3 @@ def _fill_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 for _operators, _handler in ((_FILLS, _fill), (_LIKE, _fill_like)):
     for _operator in _operators:
         register_operator(_operator, _handler)
-
-__all__ = ["store_shard", "unsharded_like"]

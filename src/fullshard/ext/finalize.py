@@ -208,6 +208,3 @@ def _check(unit: Unit) -> None:
             f"finalize_backward() was called while unit '{unit.name}' leaves the all-reduce over replicas to a later "
             "backward. Call set_requires_all_reduce(True) first."
         )
-
-
-__all__ = ["GradientReductionHandle"]

@@ -91,6 +91,3 @@ class _Gathered(torch.autograd.Function):
                 )
         source.group.grads.accumulate(owned)
         return (None, None, *(None for _ in grads))
-
-
-__all__ = ["gathered"]

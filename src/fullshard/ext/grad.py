@@ -152,6 +152,3 @@ def _check_no_other_gradients(parameter: ShardedParameter) -> None:
             f"grad(): unit '{unit.name}' does not set gradients in this backward. Call it outside of accumulate(), with "
             "set_is_last_backward(True), and without manual finalization."
         )
-
-
-__all__ = ["grad"]

@@ -243,6 +243,3 @@ class _JoinedCalls(Listener):
             while found is not None and found in alone and found not in reached:
                 found = scheduler.previous_outermost(found)
         return found in reached
-
-
-__all__ = ["join"]

@@ -233,6 +233,3 @@ def common_seed(agreement: Agreement, others: Sequence[ShardAxis] = ()) -> int:
             seed = agreement.on_axis(axis).from_first_rank(seed)
         seed = agreement.from_first_rank(seed)
     return int(seed.item())
-
-
-__all__ = ["common_seed", "materialize", "seeded"]

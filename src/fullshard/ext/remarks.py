@@ -114,5 +114,3 @@ def _is_over(parameter: nn.Parameter, ranks: set[int]) -> bool:
 
 
 UNIT_CREATED.append(_expect_checks)
-
-__all__ = ["added_parameters"]

@@ -103,6 +103,3 @@ def _remove(unit: Unit) -> None:
         detach_unit(module)
     remove_hooks(unit)
     unit.runtime.unregister(unit)
-
-
-__all__ = ["undo"]

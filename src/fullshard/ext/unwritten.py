@@ -200,5 +200,3 @@ def _warn_of_unwritten(unit: Unit) -> None:
 
 ALLOCATION.append(_around_allocation)
 BEFORE_STATE_DICT.append(_warn_of_unwritten)
-
-__all__ = ["UnwrittenTensors", "is_marked", "mark_tensor", "mark_unwritten", "tensors_on_meta", "unwritten_of"]

@@ -75,6 +75,3 @@ def _difference(found: Mapping[int, tuple[str, ComparedValues]], subject: str, a
         ranks_text = "; ".join(f"{listed(ranks)}: {words}" for words, ranks in ranks_of.items())
         return f"{subject} of the ranks differ in '{name}'. {ranks_text}. {advice}"
     return f"{subject} of the ranks differ. {advice}"
-
-
-__all__ = ["ComparedValues", "agree"]

@@ -514,6 +514,3 @@ def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Argumen
         for name, buffer in module.named_buffers(remove_duplicate=False)
         if id(buffer) in before
     }
-
-
-__all__ = ["HYBRID", "FSDP1Arguments", "cast_buffers", "device_type_of", "materialize", "mesh_of"]

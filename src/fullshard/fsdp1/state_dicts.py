@@ -505,17 +505,3 @@ def rekey(given: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) ->
         groups = saved["param_groups"]
         found["param_groups"] = [{**entry, "params": sorted(map(key_of, entry["params"]), key=by)} for entry in groups]
     return found
-
-
-__all__ = [
-    "FULL",
-    "LOCAL",
-    "SHARDED",
-    "StateDictFormat",
-    "groups_of",
-    "load_optimizer_state",
-    "names_of",
-    "optimizer_state",
-    "rekey",
-    "scatter_state",
-]

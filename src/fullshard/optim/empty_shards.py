@@ -140,6 +140,3 @@ def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:
         places = list(itertools.product(*map(range, sharding.mesh.mesh.shape)))
         known[key] = sum(all(map(len, sharding.ranges_at(place))) for place in places) / len(places)
     return known[key]
-
-
-__all__ = ["StepOrder", "is_foreign", "placeholder"]

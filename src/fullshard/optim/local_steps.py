@@ -191,6 +191,3 @@ def _have_equal_placements(lists: Sequence[Sequence[Any]], specs: Sequence[Seque
             elif spec is not None or (parameter_spec is not None and isinstance(tensor, Tensor) and tensor.ndim > 0):
                 return False  # one is a DTensor, the other is plain; 0-dim states such as step counts are always plain
     return not any(placement.is_partial() for spec in parameter_specs if spec is not None for placement in spec.placements)
-
-
-__all__ = ["ELEMENT_WISE", "LocalStep", "is_element_wise"]

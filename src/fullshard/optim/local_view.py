@@ -321,6 +321,3 @@ def _to_dtensor(value: Any, parameter: ShardedParameter) -> Any:
         if value.shape == _nonempty(local).shape:
             return parameter.dtensor_like_shard(torch.empty(local.shape, dtype=value.dtype, device=value.device))
     return value
-
-
-__all__ = ["local_view"]

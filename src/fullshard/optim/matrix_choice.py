@@ -145,6 +145,3 @@ def _role(name: str, shape: tuple[int, ...], modules: dict[str, nn.Module], voca
 def _pattern(name: str) -> str:
     """Return the name with a star for each number, so that layers count as one line."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-__all__ = ["MatrixChoice", "matrices_of"]

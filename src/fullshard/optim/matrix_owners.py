@@ -291,6 +291,3 @@ def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Ten
             f"with {expected.placements}, got shape {tuple(tensor.shape)}, {where}."
         )
     return to_local(tensor)
-
-
-__all__ = ["CachedExchange", "Exchanges", "MatrixOwners"]

@@ -253,6 +253,3 @@ def _column_major(update: Tensor) -> Tensor:
     """
     made = update.new_empty(update.shape[1], update.shape[0] + 1)[:, :-1].t()  # a single row would count as contiguous
     return made.copy_(update)
-
-
-__all__ = ["RUN_NBYTES", "WIRE", "MuonStep", "is_muon", "runs", "set_splits", "splits_of", "updates_of", "write"]

@@ -407,6 +407,3 @@ def _views(flat: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """Return tensors of these shapes, one after the other from the start of `flat`."""
     sizes = [prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat[: sum(sizes)].split(sizes), shapes)]
-
-
-__all__ = ["Fill", "OwnerExchange", "TensorParallelBlocks", "copy_into"]

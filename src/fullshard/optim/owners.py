@@ -404,6 +404,3 @@ def _buckets(
                 buckets.append([])
             buckets[number].append(index)
     return tuple(tuple(sorted(bucket)) for bucket in buckets)
-
-
-__all__ = ["Cost", "Matrix", "OwnerPlan", "plan_owners"]

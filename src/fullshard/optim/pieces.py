@@ -309,6 +309,3 @@ class Splits:
 def is_same(one: Sequence[object], other: Sequence[object]) -> bool:
     """Return True if two sequences have the same objects in the same order."""
     return len(one) == len(other) and all(map(is_, one, other))
-
-
-__all__ = ["MeshKey", "Piece", "Pieces", "Split", "Splits", "is_same", "pieces_of"]

@@ -103,6 +103,3 @@ def _shapes(plan: OwnerPlan, indices: Iterable[int], rank: int) -> list[Shape]:
 def numel_of(shapes: Iterable[Shape]) -> int:
     """Return the elements of tensors of these shapes."""
     return sum(map(prod, shapes))
-
-
-__all__ = ["Route", "Routes", "numel_of"]

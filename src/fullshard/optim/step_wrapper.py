@@ -102,6 +102,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, set, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-__all__ = ["BeforeStep", "plain_attributes", "refuse_copies", "wrap_step"]

@@ -536,6 +536,3 @@ def _once(loss: Any, name: str) -> Callable[[], Any]:
         return results.pop()
 
     return closure
-
-
-__all__ = ["has_whole_view", "whole_view"]

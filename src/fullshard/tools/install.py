@@ -283,6 +283,3 @@ def _can_import(name: str) -> bool:
     except ImportError:
         return False
     return True
-
-
-__all__ = ["install", "installed", "uninstall"]

@@ -77,6 +77,3 @@ def _prefetches(unit: Unit) -> Iterator[str]:
             f"{stats.missed} of {stats.gathers} all-gathers were not prefetched, since units ran in another order than before, "
             "and compute waited for them. Name the next modules with set_modules_to_forward_prefetch()."
         )
-
-
-__all__ = ["lint"]

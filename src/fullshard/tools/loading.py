@@ -198,6 +198,3 @@ def load_factory(name: str, arguments: Mapping[str, Any]) -> Any:
             raise ValueError(f"--with does not match the factory, {signature}: {wrong}.") from None
         raise ValueError(f"The factory {signature} has required arguments ({wrong}). Pass them by --with NAME=VALUE.") from None
     return partial(factory, **arguments)
-
-
-__all__ = ["Parser", "failure_line", "load", "load_factory", "one_line"]

@@ -321,6 +321,3 @@ def _description_of(result: object) -> str:
     if isinstance(result, (tuple, list)):
         return f"{len(result)} values: {', '.join(type(one).__name__ for one in result)}"
     return f"a {type(result).__name__}"
-
-
-__all__ = ["Difference", "Verdict", "mean_of_output", "verify", "verify_arguments"]

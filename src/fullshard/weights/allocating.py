@@ -156,6 +156,3 @@ def _unmanaged_on_meta(model: nn.Module, of_units: Container[int]) -> Iterator[t
         for name, buffer in _torch.buffers_of(module).items():
             if buffer is not None and buffer.device.type == "meta" and id(module) not in of_units:
                 yield weakref.ref(module), name
-
-
-__all__ = ["AllocatedTensors", "check_values", "has_marks", "unwritten_ids"]

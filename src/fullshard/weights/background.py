@@ -204,6 +204,3 @@ def join_saves() -> None:
     """
     while _RUNNING:
         _RUNNING[0].wait()
-
-
-__all__ = ["Saving", "StoreRankGroup", "join_saves"]

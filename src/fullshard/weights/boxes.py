@@ -54,6 +54,3 @@ class Box:
     def rows(self, first: int, last: int) -> Box:
         """Return the rows from `first` up to but not including `last`, as numbered in the tensor. It has at least one dim."""
         return Box((first, *self.start[1:]), (last - first, *self.shape[1:]))
-
-
-__all__ = ["Box"]

@@ -54,6 +54,3 @@ def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container
                 buffer.copy_(found[name])
                 filled.add(name)
     return filled
-
-
-__all__ = ["built_buffers", "fill_buffers"]

@@ -86,6 +86,3 @@ def _key_map(name: str, load: Callable[[str], Any]) -> Any:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise BadFile(f"--map {name}: expected a JSON object of names and new names.")
     return found
-
-
-__all__ = ["add_weights", "run_weights"]

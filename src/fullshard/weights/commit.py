@@ -665,16 +665,3 @@ def _link(source: str | Path, place: str | Path) -> None:
             mode = os.lstat(source).st_mode
             if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or pipe of a running program cannot be copied
                 shutil.copy2(source, place, follow_symlinks=False)
-
-
-__all__ = [
-    "Extra",
-    "Replacement",
-    "exchange",
-    "left_over",
-    "left_over_text",
-    "new_token",
-    "resolved",
-    "staging_path",
-    "warn_of_leftover",
-]

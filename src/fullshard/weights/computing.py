@@ -57,6 +57,3 @@ class Calculator:
                 self.bytes_used += box.numel * value.itemsize
             found[piece.at.slices()] = piece.view_as_mapped(value[box.slices()])
         return found
-
-
-__all__ = ["Calculator"]

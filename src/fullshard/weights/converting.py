@@ -242,6 +242,3 @@ def other_files(source: str | os.PathLike[str]) -> dict[str, Path]:
     others = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
     files = (entry for entry in sorted(folder.iterdir()) if entry.is_file() and entry.suffix not in others)
     return {entry.name: entry for entry in files if not entry.name.endswith(".index.json") and not entry.name.startswith(".")}
-
-
-__all__ = ["Converted", "convert_weights", "other_files"]

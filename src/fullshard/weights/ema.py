@@ -353,6 +353,3 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _to_dtensor(entry: ModelEntry, value: Tensor) -> Tensor:
     return value if entry.parameter is None else entry.parameter.dtensor_like_shard(value)
-
-
-__all__ = ["EMA"]

@@ -93,6 +93,3 @@ def _offsets(values: Iterable[Send | Receive], ranks: int) -> tuple[list[int], l
         sizes[value.rank] += padded(value.nbytes)
     first = [0, *accumulate(sizes)]
     return [first[value.rank] + at for value, at in zip(values, offsets_in_rank)], sizes
-
-
-__all__ = ["Exchange", "Receive", "Send"]

@@ -499,26 +499,3 @@ def _files_of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, 
             raise BadFile(f"{path} maps '{name}' to {file!r}. Expected the name of a file next to the index.")
     file_of = {name: str(path.parent / file) for name, file in names.items()}
     return sorted(set(file_of.values())), file_of
-
-
-__all__ = [
-    "ATTEMPTS",
-    "DTYPES",
-    "INDEX",
-    "LATEST",
-    "NAMES",
-    "PAUSE",
-    "SINGLE",
-    "BadFile",
-    "FileIdentity",
-    "FileTensor",
-    "Header",
-    "OpenFiles",
-    "files_of",
-    "header_bytes",
-    "parse_header",
-    "read_checkpoint",
-    "read_header",
-    "read_index",
-    "samples",
-]

@@ -142,6 +142,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-__all__ = ["move_in", "name_in_place", "remove_old", "sync", "why_not_replaceable"]

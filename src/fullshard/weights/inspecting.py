@@ -157,6 +157,3 @@ def _value_problems(header: Header, files: OpenFiles, *, threads: int, limit: in
     finally:
         reader.close()
     return found
-
-
-__all__ = ["checkpoint_tables", "leftovers", "problems"]

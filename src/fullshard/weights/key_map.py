@@ -536,15 +536,3 @@ def _squeezed(tensor: MappedTensor) -> MappedTensor:
         replace(piece, at=Box(piece.at.start[1:], piece.at.shape[1:]), dims=piece.dims[1:]) for piece in tensor.pieces
     )
     return MappedTensor(tensor.name, tensor.dtype, tensor.shape[1:], pieces)
-
-
-__all__ = [
-    "ComputedTensor",
-    "KeyMap",
-    "MapError",
-    "MappedTensor",
-    "Source",
-    "SourcePiece",
-    "State",
-    "map_keys",
-]

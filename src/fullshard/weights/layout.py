@@ -167,6 +167,3 @@ def is_weights(name: str, single: str = SINGLE) -> bool:
 def may_be_weights(name: str) -> bool:
     """Return True if a file of this name may have weights of another save or program."""
     return name.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf")) and "optim" not in name
-
-
-__all__ = ["CheckpointLayout", "OutputFile", "index_of", "is_weights", "lay_out", "may_be_weights"]

@@ -641,6 +641,3 @@ def _nothing() -> None:
 
 def _nbytes(part: ReadRange) -> int:
     return part.nbytes
-
-
-__all__ = ["Loaded", "load_weights"]

@@ -246,6 +246,3 @@ def _row_range(source: Source, destinations: tuple[Destination, ...], rows: Box,
     if sent:
         loads["send", reader] = sent
     return RowRange.of(rows, reader, loads)
-
-
-__all__ = ["Destination", "LoadPlan", "ReadRange", "plan_load"]

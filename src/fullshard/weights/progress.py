@@ -17,6 +17,3 @@ def check_progress(progress: object) -> None:
 def with_total(progress: Progress | None, total: int) -> Callable[[int], object] | None:
     """Return a callback that takes only the bytes so far; None if there is no `progress`."""
     return None if progress is None else lambda done: progress(done, total)
-
-
-__all__ = ["Progress", "check_progress", "with_total"]

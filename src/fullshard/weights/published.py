@@ -159,6 +159,3 @@ def _name_suffix_pattern(source: str) -> str:
 def _target_name(target: str, end: int) -> str:
     """Return the replacement for the name of a result: prefix group 1, the name, suffix group `end`."""
     return f"\\g<1>{target.replace('*', '{}')}\\g<{end}>"
-
-
-__all__ = ["transformers_rules"]

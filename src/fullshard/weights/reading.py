@@ -136,6 +136,3 @@ def offset_of_row(source: FileTensor, first: int) -> int:
     """Return the offset in the file at which row `first` of a tensor begins."""
     rows = source.shape[0] if source.shape else 1
     return source.offset + (source.nbytes // rows * first if rows else 0)
-
-
-__all__ = ["MAX_IO_BYTES", "Read", "Reader", "memoryview_of", "offset_of_row"]

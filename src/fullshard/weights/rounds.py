@@ -61,6 +61,3 @@ def in_rounds(ranges: Iterable[tuple[RowRange, Callable[[RowRange], P]]], *, ran
             parts.append(make(row_range))
     if totals:
         yield Round(tuple(parts), exchanged)
-
-
-__all__ = ["Round", "RowRange", "in_rounds"]

@@ -229,5 +229,3 @@ class Sort:
 # `view_as_mapped` may get a copy as well. Tests: `test_rules_say_where_every_element_is` and the tables of refused values in
 # tests/unit/test_weights.py.
 Rule = Rename | RenameBy | Drop | Keep | Merge | Split | Stack | Unstack | Transpose | Convert | Sort
-
-__all__ = ["Convert", "Drop", "Keep", "Merge", "Rename", "RenameBy", "Rule", "Sort", "Split", "Stack", "Transpose", "Unstack"]

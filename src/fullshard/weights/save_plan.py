@@ -158,6 +158,3 @@ def _shares(
 def _row_box(output: FileTensor, first: int, last: int) -> Box:
     whole = Box.whole(output.shape)
     return whole.rows(first, last) if output.shape else whole
-
-
-__all__ = ["RowSource", "SavePlan", "WriteRange", "plan_save"]

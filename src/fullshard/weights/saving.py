@@ -502,6 +502,3 @@ def _pieces(part: WriteRange, limit: int) -> list[WriteRange]:
     first, last = part.rows.start[0], part.rows.stop[0]
     step = max(1, (last - first) * limit // part.nbytes)
     return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
-
-
-__all__ = ["Saved", "save_weights"]

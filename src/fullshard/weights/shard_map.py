@@ -95,6 +95,3 @@ def merge_row_ranges(ranges: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iter
         active = +active  # drop ranks whose count is zero
         if active:
             yield first, last, tuple(sorted(active))
-
-
-__all__ = ["ModelTensor", "ShardMap", "merge_row_ranges"]

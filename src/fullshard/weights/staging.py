@@ -75,6 +75,3 @@ def batches(parts: Iterable[T], limit: int, nbytes: Callable[[T], int]) -> Itera
         total += size
     if batch:
         yield batch
-
-
-__all__ = ["StagingBuffer", "batches", "padded"]

@@ -105,6 +105,3 @@ def _saved_at(directory: Path) -> int:
         return max(weights, default=directory.stat().st_mtime_ns)
     except OSError:  # another save removed it, or it belongs to somebody else
         return 0
-
-
-__all__ = ["Steps"]

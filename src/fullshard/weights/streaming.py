@@ -477,6 +477,3 @@ def _source(source: Source, values: Mapping[str, Callable[[], Tensor]], dtype: t
         value = source.function(*(_assembled(one, values, dtype) for one in source.inputs))
         return value.to(_output_dtype(value.dtype, dtype))
     return values[source.name]()
-
-
-__all__ = ["iter_full"]

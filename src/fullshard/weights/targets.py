@@ -289,14 +289,3 @@ def _axes_in(mesh: DeviceMesh, full_mesh: DeviceMesh) -> list[int]:
             "Take both from one mesh with mesh dim names."
         )
     return [known.index(name) for name in names]
-
-
-__all__ = [
-    "ModelEntry",
-    "ModelTensors",
-    "from_first_rank",
-    "reshard_for",
-    "shard_map_of",
-    "tensors_of",
-    "with_values",
-]

@@ -21,6 +21,3 @@ def nearest(name: str, names: Iterable[str]) -> str:
         every = list(islice((one for one in every if one.rpartition(".")[2] == last), _MOST))
     found = get_close_matches(name, every, 2, 0.6)
     return f" (nearest: {', '.join(repr(one) for one in found)})" if found else ""
-
-
-__all__ = ["nearest"]

@@ -143,6 +143,3 @@ def _write_all(descriptor: int, waiting: deque[Write], count: Callable[[int], No
             done += written
             count(written)
         total += done
-
-
-__all__ = ["Write", "Writer"]
