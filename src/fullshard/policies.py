@@ -49,7 +49,6 @@ class Dtypes:
     So a new option for one of these dtypes changes this class and the policy that resolves to it (`of_fsdp2` as well, if FSDP2
     differs). The code that reads them, and the predictions, do not change. All fields are part of each group's fingerprint, so
     ranks that disagree raise an error.
-
     """
 
     storage: torch.dtype  # of the shards

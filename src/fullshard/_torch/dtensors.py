@@ -189,12 +189,7 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def whole_of(sharded: ShardedTensor, device: torch.device) -> Tensor:
-    """Return the full tensor of a ShardedTensor (collective over its process group).
-
-    Args:
-        sharded: the tensor.
-        device: device of the result; the process group must support it.
-    """
+    """Return the full tensor of a ShardedTensor (collective over its process group)."""
     # Private: `_process_group`. `ShardedTensor.gather` writes the full tensor on one rank only.
     metadata = sharded.metadata()
     own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in sharded.local_shards()}

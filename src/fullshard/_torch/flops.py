@@ -66,9 +66,6 @@ def grouped_mm_shape(
         offs: end of each group, along the rows, the columns or the summed dim.
         bias: not used.
         out_dtype: dtype of the result; None for the dtype of `one`.
-
-    Returns:
-        A tensor on the device of `one`: (groups, rows, columns) if both or neither of them is 3-D, else (rows, columns).
     """
     if one.dim() == other.dim() == 2:
         assert offs is not None
@@ -86,9 +83,6 @@ def product_in_float8(one: Tensor, other: Tensor) -> Tensor:
     """Return `one @ other.t()` in bf16, of matrices in a float8 dtype and without scaling.
 
     Private: `torch._scaled_mm`, which is what torchao and torchtitan call.
-
-    Raises:
-        RuntimeError: if the device has no such products.
     """
     scale = torch.ones((), device=one.device)
     return torch._scaled_mm(one, other.t(), scale, scale, out_dtype=torch.bfloat16)
@@ -96,12 +90,6 @@ def product_in_float8(one: Tensor, other: Tensor) -> Tensor:
 
 def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Count the floating-point operations of a matrix product or of attention. A multiply-add counts as two.
-
-    Args:
-        operation: an overload of an aten operator.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        out: its result.
 
     Returns:
         The count; 0 for other operators.
@@ -114,15 +102,7 @@ def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def sizes_of_product(operation: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of a matrix product or of attention.
-
-    Args:
-        operation: an overload of an aten operator.
-        args: its positional arguments.
-
-    Returns:
-        (rows, inner, columns) of a matrix product, (head dim, length of the keys) of attention, () of other operators.
-    """
+    """Return the sizes of a matrix product or of attention."""
     packet, backward = operation.overloadpacket, "backward" in str(operation)
     if packet in _FLOPS and packet is not grouped_mm:
         query, key = args[1:3] if backward else args[:2]

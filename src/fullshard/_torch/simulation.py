@@ -17,11 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @contextmanager
 def fake_ranks(size: int) -> Iterator[DeviceMesh | None]:
-    """Yield a mesh of `size` ranks whose collectives send nothing; None for one rank. The mesh exists in the block only.
-
-    Raises:
-        RuntimeError: if a process group is initialized already.
-    """
+    """Yield a mesh of `size` ranks whose collectives send nothing; None for one rank. The mesh exists in the block only."""
     if size == 1:
         yield None
         return
@@ -50,11 +46,7 @@ copied = torch.ops.aten._to_copy
 
 @contextmanager
 def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace composite aten operators on meta tensors by the functions `kernels` in the block.
-
-    Args:
-        kernels: functions, by the name of the operator.
-    """
+    """Replace composite aten operators on meta tensors by the functions `kernels` in the block."""
     # Private: `_scoped_library`, which removes the registrations at the end of the block. The key is AutogradMeta: composite
     # operators decompose there, so a kernel for Meta would never be called.
     with torch.library._scoped_library("aten", "IMPL") as library:

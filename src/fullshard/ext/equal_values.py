@@ -119,9 +119,6 @@ def _compare(unit: Unit, _: nn.Module) -> None:
     One message per process group has the digests of all units of the model that have not run yet. Replicas, and copies that
     tensor parallelism makes, must have equal shards. Values that were not written since they were sharded must be equal on all
     ranks of the mesh.
-
-    Raises:
-        StateError: on all ranks, naming a parameter.
     """
     below = [unit_of(module) for root in unit.modules for module in root.modules()]
     units = [

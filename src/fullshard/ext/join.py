@@ -92,9 +92,6 @@ def _order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
     """Return the units that a forward of `unit` enters and leaves, in order.
 
     The order is that of the last forward on this rank, or of module registration if there was none.
-
-    Returns:
-        (number of a unit, True where the forward enters it or False where it leaves it).
     """
     if unit.progress.last_order:
         return unit.progress.last_order

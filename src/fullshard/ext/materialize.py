@@ -110,16 +110,7 @@ def _fill(
     owners: dict[int, Owner],
     filled: dict[int, Tensor],
 ) -> None:
-    """Allocate and initialize the meta tensors of one module, without its children.
-
-    Args:
-        module: the module.
-        name: its qualified name.
-        device: device of the computation.
-        init: as in `materialize`.
-        owners: sharded parameters of the model and the devices of their shards, by id of the DTensor.
-        filled: tensors with values, by id of the meta tensor. Tied tensors are looked up here.
-    """
+    """Allocate and initialize the meta tensors of one module, without its children."""
     parameters, buffers = _torch.parameters_of(module), _torch.buffers_of(module)
     meta_parameters = {key: p for key, p in parameters.items() if p is not None and p.device.type == "meta"}
     meta_buffers = {key: b for key, b in buffers.items() if b is not None and b.device.type == "meta"}

@@ -83,11 +83,7 @@ class UnwrittenTensors:
                 self._versions[one.key] = one.tensor._version
 
     def remaining(self, *, persistent: bool = True) -> list[str]:
-        """Return the names of the tensors that were not written after `mark`.
-
-        Args:
-            persistent: True for parameters and persistent buffers, False for the other buffers.
-        """
+        """Return the names of the tensors that were not written after `mark`."""
         return [one.name for one in self._tensors() if one.persistent is persistent and self._is_unwritten(one)]
 
     def remaining_ids(self) -> set[int]:
@@ -140,13 +136,7 @@ def tensors_on_meta(unit: Unit) -> UnwrittenTensors:
 
 @torch.no_grad()
 def mark_unwritten(unit: Unit, fresh: UnwrittenTensors, by: str = "to_empty() allocated") -> None:
-    """Mark tensors that have memory but no values. The next forward raises if they are still unwritten.
-
-    Args:
-        unit: the unit of the tensors.
-        fresh: the tensors.
-        by: the cause, for error texts.
-    """
+    """Mark tensors that have memory but no values. The next forward raises if they are still unwritten."""
     fresh.mark(by)
     _UNWRITTEN[unit] = [fresh, *unwritten_of(unit)]  # `to_empty()` allocates for one module of a list after the other
     unit.before_first_use(_check_written, first=True)  # before the collectives of other checks

@@ -30,10 +30,6 @@ def agree(
         compared: returns the values of the result that must be equal on all ranks.
         subject: the plural noun that begins the error text about differing values: "The optimizers".
         advice: the last sentence of that text, which says what to do.
-
-    Raises:
-        Exception: the error of `call`, on the rank where it was raised.
-        ValueError: on the other ranks; on all ranks if compared values differ.
     """
     error: Exception | None = None
     values: ComparedValues = {}

@@ -221,12 +221,6 @@ def optimizer_state(
         ranks: the ranks that save together.
         given: the optimizer's own state dict, if the caller already has it.
         first: True on the first rank.
-
-    Returns:
-        {"state": {name: {key: value}}, "param_groups": [{..., "params": [name]}]}; {} on ranks that keep nothing.
-
-    Raises:
-        ValueError: on every rank, before any state is communicated, if parameters, states or numeric settings differ.
     """
     collected = agree(
         ranks,
@@ -265,13 +259,6 @@ def load_optimizer_state(
         ranks: the ranks that load together.
         local: plain tensors are this rank's rows already.
         by_name: key the result by names instead of positions in the optimizer.
-
-    Returns:
-        The state dict. It has "param_groups" only if `saved` has them.
-
-    Raises:
-        ValueError: on every rank, with the name, for a parameter that is missing in the groups of `saved` or in the optimizer,
-            and for states that do not match.
     """
     ready = agree(
         ranks,

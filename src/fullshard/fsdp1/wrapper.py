@@ -316,11 +316,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _sharded_module(self) -> nn.Module:
-        """The module that was wrapped and is a unit, also if activation checkpointing or torch.compile wrapped it later.
-
-        Raises:
-            StateError: if the wrapped module was replaced by a module that is not sharded.
-        """
+        """The module that was wrapped and is a unit, also if activation checkpointing or torch.compile wrapped it later."""
         inner: nn.Module | None = self._fsdp_wrapped_module
         while inner is not None and unit_of(inner) is None and not self._is_list:
             children = _torch.children_of(inner)

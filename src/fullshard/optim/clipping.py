@@ -252,13 +252,7 @@ def _check_not_partial(tensor: Tensor) -> None:
 
 
 def _total_norm(grads: _Gradients, power: float, call: str) -> Tensor:
-    """Return the p-norm of gradients over all ranks, each element counted once, on the device of the first part.
-
-    Args:
-        grads: the gradients.
-        power: the p.
-        call: as in `_reduce`.
-    """
+    """Return the p-norm of gradients over all ranks, each element counted once, on the device of the first part."""
     parts = grads.parts
     by_groups: dict[NormGroups, list[Tensor]] = {}
     for norm_groups, tensor in parts:

@@ -172,12 +172,7 @@ def _move_momenta(local_states: Sequence[dict[str, Any] | None], state: dict[Any
 
 
 def _have_equal_placements(lists: Sequence[Sequence[Any]], specs: Sequence[Sequence[Any]]) -> bool:
-    """Return True if gradients and states have the placements of their parameters, and are plain if their parameters are.
-
-    Args:
-        lists: parameters, gradients, and states by key.
-        specs: for each tensor its DTensor spec; None for a plain tensor.
-    """
+    """Return True if gradients and states have the placements of their parameters, and are plain if their parameters are."""
     parameters, parameter_specs = lists[0], specs[0]
     for tensors, tensor_specs in zip(lists[1:], specs[1:]):
         if tensors and len(tensors) != len(parameters):

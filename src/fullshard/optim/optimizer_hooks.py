@@ -66,9 +66,6 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
 
     Plain parameters are replaced by the sharded ones, or sharded ones by the plain ones after `undo`. Existing optimizer
     states with the shape of the parameter are sharded. A step calls it if parameters were replaced since the one before.
-
-    Raises:
-        ValueError: before anything has changed, if a parameter is then in two parameter groups.
     """
     replaced = {
         parameter: now
@@ -244,11 +241,7 @@ class _OptimizerCache:
 
 
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    """Follow fully_shard(), and finish a step of SGD that raised: its momentum buffers are under local tensors.
-
-    Raises:
-        StateError: for states that only all ranks together can distribute like their parameters; one rank alone may be here.
-    """
+    """Follow fully_shard(), and finish a step of SGD that raised: its momentum buffers are under local tensors."""
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         now = replacement_of(parameter)
         logical = None if now is None else next(iter(logical_parameters([now])), None)
@@ -303,11 +296,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _check_whole_matrices(optimizer: torch.optim.Optimizer, sharded: Sequence[ShardedParameter]) -> None:
-    """Raise for a step of torch's Adafactor on shards: DTensor cannot compute its norms of rows and columns in place.
-
-    Raises:
-        StateError: before the step has counted itself, or made states.
-    """
+    """Raise for a step of torch's Adafactor on shards: DTensor cannot compute its norms of rows and columns in place."""
     is_adafactor = isinstance(optimizer, torch.optim.Adafactor) and not (has_whole_view(optimizer) or is_viewed(optimizer))
     matrix = next((one for one in sharded if one.sharded.ndim > 1), None) if is_adafactor else None
     if matrix is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adafactor.step):

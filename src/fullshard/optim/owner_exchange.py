@@ -77,9 +77,6 @@ class OwnerExchange:
             batched: True to compute matrices of equal shape in a bucket together, False to compute one at a time.
             is_inner: True for an exchange inside of another one, over the tensor-parallel axis. The outer one compares plans
                 and confirms for both: ranks with the same shard of the outer axis derive the inner plan from the same route.
-
-        Raises:
-            ValueError: on all ranks, if their plans differ.
         """
         self.plan, self._axis, self._dtype, self._doing, self._batched = plan, axis, dtype, doing, batched
         communicator = unit.runtime.communicator
@@ -142,9 +139,6 @@ class OwnerExchange:
         Args:
             fill: writes this rank's shards of matrices (by index) into places in a message.
             function: called on the owner with one matrix, or with those of equal shape in a bucket if this was made `batched`.
-
-        Returns:
-            For each matrix a tensor with the shape of the shard, in the dtype of the messages.
         """
         all_results, own_results = self._memory_of_results()
         back: CollectiveCall | None = None
@@ -159,14 +153,7 @@ class OwnerExchange:
         return self._results(all_results)
 
     def to_owners(self, fill: Fill) -> dict[int, Tensor]:
-        """Return the whole matrices that this rank owns, by index. Collective.
-
-        Args:
-            fill: writes this rank's shards, as for `run`.
-
-        Returns:
-            Tensors with memory of their own.
-        """
+        """Return the whole matrices that this rank owns, by index. Collective."""
         found: dict[int, Tensor] = {}
         for number, slot in self._arriving(fill):
             wholes = self._assembled(number, slot)
@@ -178,14 +165,7 @@ class OwnerExchange:
         return found
 
     def to_shards(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
-        """Return this rank's shard of each matrix. Collective.
-
-        Args:
-            wholes: the matrices that this rank owns, by index.
-
-        Returns:
-            For each matrix a tensor with the shape of the shard, in the dtype of the messages.
-        """
+        """Return this rank's shard of each matrix. Collective."""
         all_results, own_results = self._memory_of_results()
         back: CollectiveCall | None = None
         for number, route in enumerate(self._routes.buckets):

@@ -123,18 +123,7 @@ class Piece:
 
 
 def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Piece]:
-    """Return the matrices of a parameter, as this rank has them.
-
-    Args:
-        parameter: the parameter, of at least one dim.
-        how: how it is split; None for one matrix.
-
-    Returns:
-        The pieces, in order: all of them, except those in blocks of other ranks under tensor parallelism.
-
-    Raises:
-        ValueError: if the parameter cannot be split like this, or is sharded over several tensor-parallel axes, or unevenly.
-    """
+    """Return the matrices of a parameter, as this rank has them."""
     unit = parameter.unit()
     assert unit is not None
     name, shape = _name_of(parameter, unit), tuple(parameter.sharding.shape)
@@ -222,11 +211,7 @@ class _Blocks:
     own: range
 
     def contains(self, rows: range, *, name: str) -> bool:
-        """Return True if this rank's block has all rows, False if it has none.
-
-        Raises:
-            ValueError: on all ranks, if no block has all of them. `name`: the parameter.
-        """
+        """Return True if this rank's block has all rows, False if it has none."""
         size = len(self.own)
         if rows.start // size != (rows.stop - 1) // size:
             raise ValueError(
@@ -268,9 +253,6 @@ class Splits:
         Args:
             split: as the caller gave it, by sharded parameter.
             parameters: the parameters of the call, which the keys must be among.
-
-        Raises:
-            ValueError: if a key is not among them or not sharded, or if a parameter cannot be split like this.
         """
         self._pieces: list[tuple[Tensor, Pieces]] = []
         if split is not None and not isinstance(split, Mapping):

@@ -407,14 +407,7 @@ class _WholeView:
     def _confirm(
         self, optimizer: Optimizer, exchanges: Sequence[OwnerExchange], before: dict[Any, Any], alone: _Alone | None
     ) -> None:
-        """Wait until all ranks have stepped. Raise StateError on all of them if the optimizer combines parameters.
-
-        Args:
-            optimizer: the optimizer, after its step.
-            exchanges: the exchanges of the step.
-            before: its plain values before the step.
-            alone: the step of one parameter alone, if this step tried one.
-        """
+        """Wait until all ranks have stepped. Raise StateError on all of them if the optimizer combines parameters."""
         changed = repr([(k, value) for k, value in _plain_values(optimizer).items() if k not in before or before[k] != value])
         combines = alone is not None and not alone.agrees(self._plain)
         if combines:

@@ -55,10 +55,6 @@ def one_line(text: object, most: int = 600) -> str:
 def failure_line(failure: BaseException, doing: str) -> str:
     """Describe an exception: by its text if this library raised it, else by its type, text and line of user code.
 
-    Args:
-        failure: an exception with its traceback.
-        doing: the action that failed, such as "models.py:small()".
-
     Returns:
         One line.
     """
@@ -74,17 +70,7 @@ def failure_line(failure: BaseException, doing: str) -> str:
 
 
 def load(name: str) -> Any:
-    """Load the object that `module:name` or `file.py:name` names.
-
-    Args:
-        name: an importable module, or a file, and the name of an object in it.
-
-    Returns:
-        The object.
-
-    Raises:
-        ValueError: if there is no such object, or the import raises.
-    """
+    """Load the object that `module:name` or `file.py:name` names."""
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ValueError(f"Expected module:name or file.py:name, got {name!r}.")
@@ -169,18 +155,7 @@ def _import_target(where: str, name: str) -> ModuleType:
 
 
 def load_factory(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Load the function that a command line names, and bind arguments to it.
-
-    Args:
-        name: module:name or file.py:name, see `load`.
-        arguments: keyword arguments.
-
-    Returns:
-        A function without arguments.
-
-    Raises:
-        ValueError: if `name` is not a function, or the function does not accept the arguments.
-    """
+    """Load the function that a command line names, and bind arguments to it."""
     factory = load(name)
     if inspect.iscoroutinefunction(factory):
         raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a coroutine.")

@@ -40,11 +40,7 @@ class AllocatedTensors:
                     registry[name] = memory_of[id(tensor)][1]
 
     def mark_remaining(self, written: Container[int]) -> None:
-        """Mark the tensors that were not written, so that a forward raises instead of using memory without values.
-
-        Args:
-            written: ids of the sharded parameters and plain tensors that were written.
-        """
+        """Mark the tensors that were not written, so that a forward raises instead of using memory without values."""
         for unit, fresh in self._by_unit:
             left = fresh.without(written)
             if left.names():
@@ -52,12 +48,7 @@ class AllocatedTensors:
         _mark_unmanaged(self._others.without(written), "load_weights() allocated")
 
     def mark_all(self, model: nn.Module, intact: Container[int]) -> None:
-        """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them.
-
-        Args:
-            model: the model.
-            intact: ids of the sharded parameters and plain tensors that the load was not to write, and that had values before.
-        """
+        """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them."""
         of_units: set[int] = set()
         for unit, fresh in self._by_unit:
             modules = list(_modules_of(unit))

@@ -27,13 +27,7 @@ class StoreRankGroup(Ranks):
     """
 
     def __init__(self, name: str, index: int, ranks: int) -> None:
-        """Connect to the store and start the heartbeat.
-
-        Args:
-            name: unique name of this save, equal on all ranks.
-            index: position of this rank.
-            ranks: number of ranks.
-        """
+        """Connect to the store and start the heartbeat."""
         self._index, self._ranks = index, ranks
         # A reference that keeps the store of the process group alive: on one rank, this object is the server for all ranks.
         self._default_store = _torch.default_store() if ranks > 1 else None
@@ -54,11 +48,7 @@ class StoreRankGroup(Ranks):
                 return
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
-        """Return a RuntimeError with the text of a rank that failed, or about a lost rank; None if no rank failed.
-
-        Raises:
-            RuntimeError: if the store is lost.
-        """
+        """Return a RuntimeError with the text of a rank that failed, or about a lost rank; None if no rank failed."""
         if self._store is None:
             text = None if failure is None else str(failure) or type(failure).__name__
         else:

@@ -14,15 +14,8 @@ from fullshard.wrap.known_values import ConstantsMode, KnownValues, ValuesMode, 
 def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> dict[str, Tensor]:
     """Build a model on meta and return the values of its buffers.
 
-    Args:
-        model: the model that needs the values.
-        build: builds the same model, unsharded. None: return nothing.
-
     Returns:
         Values by buffer name, on the CPU, of the buffers that depend only on shapes and constants. Random buffers are left out.
-
-    Raises:
-        ValueError: if `build` fails on meta or does not return a module, or if a buffer has a different shape in `model`.
     """
     if build is None:
         return {}

@@ -43,12 +43,7 @@ def add_weights(commands: Any) -> None:
 
 
 def run_weights(options: argparse.Namespace, load: Callable[[str], Any]) -> int:
-    """Run the command, print its result and return the exit status: 1 if `check` finds a fault, else 0.
-
-    Raises:
-        ValueError: if the checkpoint cannot be read or converted.
-        RuntimeError: if writing fails.
-    """
+    """Run the command, print its result and return the exit status: 1 if `check` finds a fault, else 0."""
     if options.verb == "show":
         print(checkpoint_tables(options.source, read_checkpoint(options.source), all_tensors=options.all))
         return 0

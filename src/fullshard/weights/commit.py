@@ -64,9 +64,6 @@ class Replacement:
         directory: the resolved directory.
         path: the folder where the new content is written.
         others: after `commit`, names of files in the directory that may be weights and are not from this save.
-
-    Raises:
-        ValueError: if the path is empty.
     """
 
     def __init__(self, directory: str | os.PathLike[str], token: str, single: str = SINGLE) -> None:
@@ -88,12 +85,7 @@ class Replacement:
     # --- before anything is written ---
 
     def prepare(self, layout: CheckpointLayout) -> None:
-        """Lock the staging folder and create the weights files, with their headers and with disk space for all data.
-
-        Raises:
-            ValueError: if the directory is a file or the root of the file system; if another save has locked the folder (the
-                text names its process); or if the disk is too full (the text has the needed and the free bytes).
-        """
+        """Lock the staging folder and create the weights files, with their headers and with disk space for all data."""
         _check_replaceable(self.directory)
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         self._owner = _lock_staging(self._staging, self.directory)
@@ -120,9 +112,6 @@ class Replacement:
         """Remove the leftovers of an unfinished save.
 
         Files that other programs created in the old content during its exchange are moved to `directory`.
-
-        Args:
-            owner: content of the owner file of the unfinished save.
         """
         entries = sorted(entry for entry in self._staging.iterdir() if not entry.name.startswith(_OWNER))
         found = [entry for entry in entries if entry.name not in self._finished]
@@ -164,11 +153,7 @@ class Replacement:
             ) from failure
 
     def add(self, extra: Extra | None) -> None:
-        """Write further files next to the weights.
-
-        Raises:
-            ValueError: if a name is a path or the name of a weights file, or if a content is not a str, bytes or path.
-        """
+        """Write further files next to the weights."""
         before = self.weights()
         if callable(extra):
             extra(self.path)
@@ -196,12 +181,7 @@ class Replacement:
         return {name: inode for name, inode in found.items() if inode is not None}
 
     def check_weights(self, before: Mapping[str, int], who: str) -> None:
-        """Raise ValueError if weights files were added or replaced since `before`.
-
-        Args:
-            before: result of `weights`.
-            who: the argument that wrote files, for the error.
-        """
+        """Raise ValueError if weights files were added or replaced since `before`."""
         wrong = [name for name, inode in self.weights().items() if before.get(name) != inode]
         if wrong:
             raise ValueError(f"{who} wrote {wrong[0]!r}, a name that is reserved for the model's weights. Choose another name.")
@@ -218,10 +198,6 @@ class Replacement:
         """Sync the new content to disk and move it into place atomically. Other files of the directory are kept.
 
         Files that other programs create in the old directory during the commit are kept, too: they move after the exchange.
-
-        Raises:
-            RuntimeError: if the staging folder no longer belongs to this save, or if the new content is complete on disk and
-                cannot be moved into place (the text has its path).
         """
         assert self._owner is not None
         if _owner_of(self._staging).get("token") != self.path.name:
@@ -262,15 +238,7 @@ class Replacement:
         sync(self.path)
 
     def _keep_finished(self, failure: OSError, ours: Sequence[str]) -> None:
-        """Keep the new content in the staging folder if it can be synced to disk, and remove content kept by earlier saves.
-
-        Args:
-            failure: the error that prevented the commit.
-            ours: names of the files of this save.
-
-        Raises:
-            RuntimeError: from `failure`, with the path of the new content.
-        """
+        """Keep the new content in the staging folder if it can be synced to disk, and remove content kept by earlier saves."""
         assert self._owner is not None
         try:
             self._sync_all(entry for name in ours for entry in (self.path / name, *(self.path / name).rglob("*")))
@@ -443,11 +411,7 @@ def staging_path_inside(directory: Path) -> Path:
 
 
 def _lock_staging(staging: Path, directory: Path) -> int:
-    """Create the staging folder or reuse a leftover one, and lock its owner file. Return the file descriptor with the lock.
-
-    Raises:
-        ValueError: if another save has locked it, or if its state cannot be determined.
-    """
+    """Create the staging folder or reuse a leftover one, and lock its owner file. Return the file descriptor with the lock."""
     while True:
         with suppress(FileExistsError):
             os.mkdir(staging)
@@ -468,11 +432,7 @@ def _lock_staging(staging: Path, directory: Path) -> int:
 
 
 def _lock(owner: int, staging: Path, directory: Path) -> bool:
-    """Lock the owner file. Return False if it was replaced by an unlocked file, so that the caller must open it again.
-
-    Raises:
-        ValueError: if a running process or a process on another host has locked it.
-    """
+    """Lock the owner file. Return False if it was replaced by an unlocked file, so that the caller must open it again."""
     found: dict[str, object] = {}
     for _ in range(_LOCK_ATTEMPTS):
         try:
@@ -585,14 +545,7 @@ def left_over_text(staging: Path) -> str:
 
 
 def _move_over(old: Path, new: Path, ours: Container[str], single: str) -> None:
-    """Remove the old content, and move files that other programs created in it to the new content.
-
-    Args:
-        old: directory with the old content.
-        new: directory with the new content.
-        ours: names of the files that the save wrote.
-        single: name of the weights file if there is a single one.
-    """
+    """Remove the old content, and move files that other programs created in it to the new content."""
     for _ in range(_MERGE_ATTEMPTS):
         for entry in sorted(old.iterdir()):
             if is_weights(entry.name, single) or entry.name in ours:
@@ -641,11 +594,7 @@ def _remove(entry: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two directories atomically.
-
-    Raises:
-        OSError: if the file system does not support it.
-    """
+    """Exchange two directories atomically."""
     libc = ctypes.CDLL(None, use_errno=True)
     rename = getattr(libc, "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)

@@ -23,11 +23,7 @@ class Calculator:
         self.bytes_used = 0
 
     def value(self, source: ComputedTensor) -> Tensor:
-        """Return the result of a function. It is cached until another tensor is computed.
-
-        Raises:
-            ValueError: if the function fails, or returns a different shape or dtype than on meta.
-        """
+        """Return the result of a function. It is cached until another tensor is computed."""
         if self._last is None or self._last[0] is not source:
             self._last = None  # free the last result before the next inputs are read
             inputs = [self._read_whole(mapped) for mapped in source.inputs]

@@ -45,9 +45,6 @@ class Exchange:
 
     For each pair of ranks, the sender lists its `Send`s in the order in which the receiver lists its `Receive`s.
 
-    Args:
-        group: ranks of the model.
-
     Attributes:
         sent: bytes of values sent so far.
     """

@@ -101,11 +101,7 @@ class OpenFiles:
         self.close()
 
     def same_bytes(self, one: FileTensor, other: FileTensor) -> bool:
-        """Return True if two tensors of equal shape and dtype have the same bytes. Reads both, 8 MiB at a time.
-
-        Raises:
-            BadFile: if a file ends before its tensor does.
-        """
+        """Return True if two tensors of equal shape and dtype have the same bytes. Reads both, 8 MiB at a time."""
         for start in range(0, one.nbytes, _COMPARED):
             count = min(_COMPARED, one.nbytes - start)
             parts = []
@@ -126,11 +122,7 @@ class OpenFiles:
         self._directory_times.clear()
 
     def directory(self, path: str | Path) -> int:
-        """Return the descriptor of a directory, opening it at the first call.
-
-        Raises:
-            OSError: if the directory cannot be opened.
-        """
+        """Return the descriptor of a directory, opening it at the first call."""
         folder = str(path) or "."
         if folder not in self._directories:
             self._directories[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -138,11 +130,7 @@ class OpenFiles:
         return self._directories[folder]
 
     def file(self, path: str | Path) -> int:
-        """Return the descriptor of a file, opening it at the first call.
-
-        Raises:
-            BadFile: if the file cannot be opened or is not a regular file (a directory, a pipe).
-        """
+        """Return the descriptor of a file, opening it at the first call."""
         name = str(path)
         if name not in self._files:
             folder, last = os.path.split(name)
@@ -207,12 +195,7 @@ class FileIdentity:
         return (status.st_size, status.st_mtime_ns, status.st_ino) == (self.nbytes, self.modified_ns, self.inode)
 
     def difference(self, descriptor: int, sampled: str) -> str | None:
-        """Return how an open file differs from this one, or None if it is a copy. Only the header and samples are compared.
-
-        Args:
-            descriptor: of the file.
-            sampled: result of `samples` for the first rank's file.
-        """
+        """Return how an open file differs from this one, or None if it is a copy. Only the header and samples are compared."""
         size = os.fstat(descriptor).st_size
         if size != self.nbytes:
             return f"{size:,} bytes on one rank, {self.nbytes:,} on the first rank"
@@ -245,15 +228,7 @@ class Header:
 
 
 def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
-    """Read and check the header of a file, without its data.
-
-    Args:
-        file: path.
-        files: keeps the file open for later reads; None closes it.
-
-    Raises:
-        BadFile: if the header violates the format. The text has the file, and the tensor if one is affected.
-    """
+    """Read and check the header of a file, without its data."""
     if files is None:
         with OpenFiles() as files:
             return read_header(file, files)
@@ -297,16 +272,7 @@ def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> by
 
 
 def parse_header(path: str, text: bytes, size: int) -> Header:
-    """Parse and check a header.
-
-    Args:
-        path: of the file, for errors.
-        text: the JSON part of the header.
-        size: bytes of the file.
-
-    Raises:
-        BadFile: if the header violates the format.
-    """
+    """Parse and check a header."""
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
     except BadFile:
@@ -371,15 +337,7 @@ def _is_size(value: object) -> bool:
 
 
 def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the header of a file, including its 8 length bytes, padded to a multiple of 8 bytes.
-
-    Args:
-        tensors: name, dtype and shape of each tensor, in the order of their data.
-        metadata: for the key `__metadata__`.
-
-    Raises:
-        ValueError: for a tensor with this name, which the format reserves, or of a dtype that it does not have.
-    """
+    """Return the header of a file, including its 8 length bytes, padded to a multiple of 8 bytes."""
     for name, dtype, _ in tensors:
         if name == "__metadata__":
             raise ValueError(
@@ -405,15 +363,7 @@ def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], meta
 
 
 def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]:
-    """Read the headers of all files of a checkpoint.
-
-    Args:
-        source: a directory, an index, a file, or several files.
-        files: keeps the files open for later reads; None closes them.
-
-    Raises:
-        BadFile: if the source is not a checkpoint, if two files have the same tensor, or if the index contradicts the files.
-    """
+    """Read the headers of all files of a checkpoint."""
     if source == "":
         raise BadFile("source must be the path of a directory or file, got ''.")
     if files is None:
@@ -441,11 +391,7 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
 
 
 def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], dict[str, str] | None]:
-    """Return the files of a checkpoint and its index as a map from tensors to files, None without an index.
-
-    Raises:
-        BadFile: if the source is not a checkpoint.
-    """
+    """Return the files of a checkpoint and its index as a map from tensors to files, None without an index."""
     if files is None:
         with OpenFiles() as files:
             return files_of(source, files)
@@ -474,12 +420,7 @@ def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], di
 
 
 def read_index(path: Path, files: OpenFiles) -> Any:
-    """Return the JSON content of an index.
-
-    Raises:
-        BadFile: if it cannot be read.
-        ValueError: if it is not JSON.
-    """
+    """Return the JSON content of an index."""
     descriptor = files.file(path)
     return json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
 

@@ -42,18 +42,7 @@ def name_in_place(name: str, token: str, single: str) -> str:
 
 
 def move_in(path: Path, directory: Path, backup: Path, token: str, single: str) -> None:
-    """Move the files of a checkpoint, which must be synced to disk, into a directory. If it fails, undo all moves.
-
-    Args:
-        path: folder of the files.
-        directory: target directory.
-        backup: a folder on the same file system for backups of replaced files. The caller removes it.
-        token: name of the save.
-        single: name of the weights file if there is a single one.
-
-    Raises:
-        OSError: if a file operation fails.
-    """
+    """Move the files of a checkpoint, which must be synced to disk, into a directory. If it fails, undo all moves."""
     # Order: further files, weights files with new names (no index refers to them yet), and at last the index or the single
     # weights file. Its replacement is the commit.
     undo_actions: list[Callable[[], object]] = []
@@ -122,13 +111,7 @@ def _write_index(index: Path, backup: Path, names: dict[str, str]) -> Path:
 
 
 def remove_old(directory: Path, names: Container[str], single: str) -> None:
-    """Remove the weights files of older saves.
-
-    Args:
-        directory: directory of the checkpoint.
-        names: final names of the new weights files.
-        single: name of the weights file if there is a single one.
-    """
+    """Remove the weights files of older saves."""
     with suppress(OSError):  # the next save tries again
         for name in os.listdir(directory):
             if is_weights(name, single) and name not in names:

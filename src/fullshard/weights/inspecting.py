@@ -20,13 +20,7 @@ from fullshard.wrap.tables import aligned, bytes_text
 
 
 def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bool = False) -> str:
-    """Return tables of the tensors and files of a checkpoint.
-
-    Args:
-        source: the checkpoint: a directory, an index or a file.
-        headers: the headers of its files.
-        all_tensors: print one row per tensor; otherwise names that differ only by numbers share a row.
-    """
+    """Return tables of the tensors and files of a checkpoint."""
     rows: dict[tuple[str, str, tuple[int, ...]], list[FileTensor]] = {}
     for tensor in (tensor for header in headers for tensor in header.tensors):
         # A part of a name between dots that is a number becomes a star: layers.3.weight -> layers.*.weight.
@@ -76,14 +70,7 @@ def leftovers(source: Any) -> list[str]:
 def problems(
     source: Any, *, values: bool = True, threads: int = 8, buffer_bytes: int = 256 << 20
 ) -> tuple[list[str], list[Header]]:
-    """Return the faults of a checkpoint, one text each, and the headers that can be read.
-
-    Args:
-        source: the checkpoint: a directory, an index or a file.
-        values: also read all tensors and look for NaN and infinity.
-        threads: number of threads that read.
-        buffer_bytes: bytes of memory to use.
-    """
+    """Return the faults of a checkpoint, one text each, and the headers that can be read."""
     with OpenFiles() as files:
         return _problems(source, files, values=values, threads=threads, limit=max(1, buffer_bytes // 4))
 

@@ -156,18 +156,8 @@ KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule]
 def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict[str, int] | None = None) -> State:
     """Apply a key map to the tensors of a checkpoint.
 
-    Args:
-        key_map: a dict from names in the files to names in the model, a function from name to name (None leaves the tensor
-            out), or rules, which are applied in order. None returns `state`.
-        state: the tensors by name.
-        strict: raise for a rule that matches no tensor, unless the rule is `optional`.
-        counts: a dict to fill with the number of tensors that each rule matches; keys are `str(rule)`.
-
     Returns:
         The resulting tensors by name.
-
-    Raises:
-        MapError: if the key map is invalid, a rule does not fit the tensors, or two tensors get one name.
     """
     if key_map is None:
         return state

@@ -152,12 +152,7 @@ def index_of(single: str) -> str:
 
 
 def is_weights(name: str, single: str = SINGLE) -> bool:
-    """Return True if a file of this name belongs to a checkpoint, so that the next save replaces it.
-
-    Args:
-        name: name of the file.
-        single: file name of a checkpoint in a single file.
-    """
+    """Return True if a file of this name belongs to a checkpoint, so that the next save replaces it."""
     head, _, tail = map(re.escape, single.partition("."))
     # One of several files, as 'model-00001-of-00003.safetensors'; after it the token of a save into the directory itself.
     numbered = rf"{head}-[0-9]+-of-[0-9]+(-[0-9a-f]{{8}})?\.{tail}"

@@ -221,13 +221,7 @@ def _ids(entries: Sequence[ModelEntry]) -> set[int]:
 
 
 def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> list[str]:
-    """Return the names of tensors that have no values and are not in the checkpoint.
-
-    Args:
-        model: the model.
-        match: what the checkpoint has.
-        unwritten: ids of local tensors that have memory but no values, as those that a failed load or `to_empty` allocated.
-    """
+    """Return the names of tensors that have no values and are not in the checkpoint."""
     read = {name for entry, _ in match.found for name in entry.names}
     tensors = (*model.named_parameters(), *model.named_buffers())
     named = ((clean_name(name), tensor) for name, tensor in tensors)
@@ -285,9 +279,6 @@ def _ranks_have_same_files(
     """Open the files that this rank reads. Return True if all ranks have opened the files of the first rank or copies of them.
 
     The result is False if a save replaced the checkpoint between the opens of two ranks. The caller then tries again.
-
-    Raises:
-        BadFile: on every rank, if the files differ on the `last` attempt.
     """
 
     def opened() -> list[str]:
@@ -339,9 +330,6 @@ class _Match:
         twins: the values of a tied tensor under its name that is loaded, and under another one that the checkpoint has as well.
         missing: names of the model that are not in the checkpoint.
         unexpected: names of the checkpoint that are not in the model.
-
-    Raises:
-        ValueError: if shapes differ, or, with `strict`, if names do not match or a conversion rounds.
     """
 
     def __init__(
@@ -406,11 +394,7 @@ def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool
 
 
 def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> None:
-    """Compare tied tensors that the checkpoint has under several names; only the first is loaded. `files` None: skip this.
-
-    Raises:
-        ValueError: if two differ, and `strict`; otherwise it warns.
-    """
+    """Compare tied tensors that the checkpoint has under several names; only the first is loaded. `files` None: skip this."""
     for one, other in match.twins if files is not None else ():
         sources = [mapped.pieces[0].source for mapped in (one, other)]
         whole = all(mapped.pieces == MappedTensor.of(source).pieces for mapped, source in zip((one, other), sources))
@@ -464,14 +448,6 @@ class _Load:
 
     Rows that only this rank needs use two halves of the buffer: one is read while the other is written to the shards. A round
     uses four quarters: rows that are being read, rows that were read, rows to send, and rows to receive.
-
-    Args:
-        group: ranks of the model.
-        local: this rank's memory of each target, in the order of the plan.
-        files: open files of the checkpoint.
-        threads: number of threads that read at the same time.
-        limit: a quarter of the buffer, in bytes.
-        on_progress: called with the bytes read so far.
     """
 
     def __init__(

@@ -107,9 +107,6 @@ def plan_load(
         limit: maximum bytes that one rank needs in a round; a single row may exceed it.
         exchanges: read rows that several ranks need once, and exchange them. Otherwise every rank reads them itself, and only
             computed tensors are sent.
-
-    Returns:
-        The plan of this rank.
     """
     destinations: dict[Source, list[Destination]] = {}
     for number, (target, mapped) in enumerate(targets):

@@ -53,31 +53,19 @@ class Reader:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, reads: Sequence[Read]) -> None:
-        """Run the reads and wait for them.
-
-        Raises:
-            BadFile: naming the file, if it cannot be read.
-        """
+        """Run the reads and wait for them."""
         self.begin(reads)
         self.finish()
 
     def begin(self, reads: Sequence[Read]) -> None:
-        """Start the reads in the threads, which keep the memory alive until they are done.
-
-        Raises:
-            BadFile: if a file cannot be opened.
-        """
+        """Start the reads in the threads, which keep the memory alive until they are done."""
         tasks = self._split(reads)
         # Open all files first, so that a file that cannot be opened leaves no read running.
         opened = {file: self._files.file(file) for file, _, _ in tasks}
         self._futures += [self._pool.submit(_read_into, opened[file], file, offset, views) for file, offset, views in tasks]
 
     def finish(self) -> None:
-        """Wait for the reads that were started.
-
-        Raises:
-            BadFile: naming the file, if it cannot be read.
-        """
+        """Wait for the reads that were started."""
         tasks, self._futures = self._futures, []
         failures: list[BaseException] = []
         for task in tasks:  # wait for all reads, also after a failure: they write into the caller's memory

@@ -72,17 +72,7 @@ class SavePlan:
 
 
 def plan_save(outputs: Sequence[tuple[FileTensor, MappedTensor]], *, rank: int, ranks: int, limit: int) -> SavePlan:
-    """Plan the rows that a rank writes.
-
-    Args:
-        outputs: location of each tensor in the files, and its values: pieces of tensors of the model only.
-        rank: this rank.
-        ranks: number of ranks.
-        limit: maximum bytes that one rank writes or sends in a round (a single larger row gets its own round).
-
-    Returns:
-        The plan of this rank.
-    """
+    """Plan the rows that a rank writes."""
     own: list[WriteRange] = []
     shared: list[tuple[RowRange, Callable[[RowRange], WriteRange]]] = []
     # Equally sharded outputs, such as the same weight of all layers, have equal ranges, which are computed once.

@@ -244,11 +244,7 @@ def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dt
 def _outputs(
     tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int, filename: str
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
-    """Return the layout of the files, and (place in a file, values from tensors of the model) for each tensor in them.
-
-    Raises:
-        ValueError: if a tensor is on meta, or if `key_map` is invalid or contains a `Convert`.
-    """
+    """Return the layout of the files, and (place in a file, values from tensors of the model) for each tensor in them."""
     tensors.check_not_on_meta()
     mapped = map_keys(key_map, {entry.names[0]: MappedTensor.of(entry.target) for entry in tensors.entries})
     for name, one in mapped.items():
@@ -297,19 +293,7 @@ class _Save:
         limit: int,
         in_background: bool,
     ) -> None:
-        """Prepare to save, without writing anything.
-
-        Args:
-            group: ranks of the model.
-            tensors: tensors of the model.
-            layout: files to write.
-            replacement: the temporary directory that will replace the old one.
-            steps: the directory of the step, None without `step`.
-            began: start time of the call.
-            writer: writes the files.
-            limit: a quarter of the buffer, in bytes.
-            in_background: True copies the rows; `run` starts to write the copies at its end, and `finish` waits for the writes.
-        """
+        """Prepare to save, without writing anything."""
         self._group, self._layout, self._limit, self._began, self._in_background = group, layout, limit, began, in_background
         self._local = {entry.target.name: entry.local for entry in tensors.entries}
         self._is_first = group.index == 0

@@ -20,12 +20,7 @@ def padded(nbytes: int) -> int:
 
 
 class StagingBuffer:
-    """One block of memory that is reused for each batch of rows. It grows to the largest batch.
-
-    Args:
-        device: device of the memory.
-        pinned: whether to pin the memory, for copies from and to an accelerator.
-    """
+    """One block of memory that is reused for each batch of rows. It grows to the largest batch."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
         self._device, self._pinned = device, pinned
@@ -57,13 +52,7 @@ class StagingBuffer:
 
 
 def batches(parts: Iterable[T], limit: int, nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batch parts, in order, up to `limit` bytes. A single larger part gets its own batch.
-
-    Args:
-        parts: parts to batch.
-        limit: maximum bytes of a batch.
-        nbytes: returns the bytes of a part, without padding.
-    """
+    """Batch parts, in order, up to `limit` bytes. A single larger part gets its own batch."""
     batch: list[T] = []
     total = 0
     for part in parts:

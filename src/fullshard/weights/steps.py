@@ -28,16 +28,8 @@ _STEP = re.compile(r"step-\d+")
 class Steps:
     """The directory of one step, among those of all steps.
 
-    Args:
-        directory: directory of all steps.
-        step: training step, at least 0.
-        keep: number of most recently saved steps to keep, at least 1. None keeps all.
-
     Attributes:
         directory: directory of the step.
-
-    Raises:
-        ValueError: if `step` or `keep` is invalid.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: object, keep: object) -> None:

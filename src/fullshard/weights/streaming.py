@@ -417,11 +417,7 @@ def _parameter(entry: ModelEntry) -> ShardedParameter:
 
 
 def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
-    """Return how the full tensor is obtained.
-
-    Returns:
-        "bucket": all-gathered together with others; "single": all-gathered on its own; "local": this rank holds it in full.
-    """
+    """Return how the full tensor is obtained."""
     parameter = entry.parameter
     if parameter is None or _unsharded_now(entry, dtype) is not None:
         return "local"

@@ -109,15 +109,7 @@ class ModelTensors:
 
 
 def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:
-    """Return the tensors of a model with other values.
-
-    Args:
-        tensors: tensors of the model.
-        values: this rank's shards of the values, by the first name of each tensor.
-
-    Raises:
-        ValueError: for a value without a tensor of its name and shape.
-    """
+    """Return the tensors of a model with other values."""
     shapes = {one.names[0]: one.local.shape for one in tensors.entries}
     wrong = [name for name, value in values.items() if shapes.get(name) != value.shape]
     if wrong:
@@ -165,17 +157,7 @@ def reshard_for(doing: str) -> Callable[[Unit], None]:
 
 
 def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = None) -> ModelTensors:
-    """List the tensors of a model's state dict: parameters and persistent buffers, each once with all its names.
-
-    Args:
-        model: the model.
-        prepare: called with each unit before its tensors are listed, since it may change the unit's groups.
-
-    Raises:
-        ValueError: if `model` is not a module.
-        StateError: if a DTensor is not managed by a unit, if no mesh has the ranks of all units, or if the ranks of a mesh are
-            not in ascending order.
-    """
+    """List the tensors of a model's state dict: parameters and persistent buffers, each once with all its names."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}.")
     units = tuple(units_of(model, True))
@@ -231,16 +213,7 @@ def _entry(
     ranks: tuple[int, ...],
     known: dict[object, ShardMap],
 ) -> ModelEntry:
-    """Return the entry of a tensor.
-
-    Args:
-        names: all names of the tensor.
-        tensor: sharded or unsharded parameter, or buffer.
-        unsharded: the sharded parameter, if `tensor` is its unsharded parameter.
-        mesh: mesh with all ranks of the model.
-        ranks: global ranks of the model.
-        known: cache of shard maps. Equally sharded tensors share one object, so that plans compare them by id.
-    """
+    """Return the entry of a tensor."""
     found = logical_parameters([tensor]) if unsharded is None else [unsharded]
     if found:
         assert mesh is not None
@@ -259,13 +232,7 @@ def _entry(
 
 
 def shard_map_of(sharding: ParamSharding, full_mesh: DeviceMesh, ranks: Sequence[int]) -> ShardMap:
-    """Return the shards of a parameter on all ranks.
-
-    Args:
-        sharding: of the parameter. Its mesh may have only some dims of `full_mesh`; along the others it is replicated.
-        full_mesh: mesh with all ranks.
-        ranks: global ranks, in the order of the result.
-    """
+    """Return the shards of a parameter on all ranks."""
     if sharding.mesh.size() == full_mesh.size():  # the same ranks under other dims, as (replicate, shard) and one flat dim
         full_mesh = sharding.mesh
     axes = _axes_in(sharding.mesh, full_mesh)

@@ -32,11 +32,6 @@ class Writer:
     Several files are written at the same time, each by one thread: file systems lock a file for each write, and further threads
     would only wait for the lock.
 
-    Args:
-        folder: folder of the files.
-        threads: number of threads.
-        on_progress: called periodically in `finish` with the bytes written so far. An exception in it is raised by `finish`.
-
     Attributes:
         written: bytes of all writes that `finish` has waited for.
     """
@@ -52,11 +47,7 @@ class Writer:
         self.written = 0
 
     def run(self, writes: Sequence[Write]) -> None:
-        """Write and wait.
-
-        Raises:
-            OSError: if a write fails. It has the name of the file.
-        """
+        """Write and wait."""
         self.begin(writes)
         self.finish()
 
@@ -70,11 +61,7 @@ class Writer:
             self._tasks.append(self._pool.submit(_write_all, self._descriptor(file), waiting, self._count))
 
     def finish(self) -> None:
-        """Wait for the started writes.
-
-        Raises:
-            OSError: if a write failed. It has the name of the file.
-        """
+        """Wait for the started writes."""
         tasks, self._tasks = self._tasks, []
         raised = self._report_until_done(tasks) if self._on_progress is not None else None
         failures = [failure for task in tasks if (failure := task.exception()) is not None]
