@@ -8,6 +8,7 @@ any_failed.py       any_failed(): skip a failed step on all ranks
 collectives.py      custom all-gathers and reduce-scatters, memory of messages: FSDPModule.set_custom_all_gather() and others
 equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
 finalize.py         FSDPModule.finalize_backward(): backwards that the user ends
+fsdp2_state.py      views of units with the names of FSDP2's private state: fully_shard.state(), model._get_fsdp_state()
 fills.py            random fills of sharded parameters: torch.nn.init, reset_parameters()
 gathered.py         gathered(): unsharded parameters to differentiate through
 grad.py             grad(): gradients as values
@@ -22,6 +23,7 @@ unwritten.py        memory that `to_empty()` or `load_weights()` left without va
 
 import fullshard.ext.equal_values
 import fullshard.ext.fills
+import fullshard.ext.fsdp2_state
 import fullshard.ext.join
 import fullshard.ext.remarks
 import fullshard.ext.step_entries

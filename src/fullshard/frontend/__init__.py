@@ -3,5 +3,4 @@
 api.py              fully_shard()
 module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats()
 forward_methods.py  registered forward methods, such as generate
-fsdp2_state.py      views of units with the names of FSDP2's private state
 """

@@ -28,7 +28,6 @@ from fullshard.core.unit import name_units_in
 from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.errors import warn_once
-from fullshard.frontend.fsdp2_state import UnitView, view_of
 from fullshard.frontend.module import parse_reshard_after_forward, sharded_class
 from fullshard.optim import optimizer_hooks
 from fullshard.policies import (
@@ -193,7 +192,7 @@ def _shard(
     for left_alone in ignored:
         mark_ignored(left_alone)
     originals = {parameter: ref.parameter for parameter, ref in zip(new, refs)}
-    install_unit(unit, sharded_class, UnitView, found.managed.modules, originals)
+    install_unit(unit, sharded_class, found.managed.modules, originals)
     for root in unit.modules:
         name_units_in(root)
 
@@ -464,7 +463,5 @@ def _move(refs: Sequence[ParamRef], managed: ManagedTensors, home: torch.device,
     for _, _slot, buffer in managed.buffers:
         move_data(buffer, device)
 
-
-fully_shard.state = view_of  # type: ignore[attr-defined]
 
 __all__ = ["PreparedShard", "fully_shard", "gc_paused"]

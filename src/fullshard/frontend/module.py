@@ -24,7 +24,6 @@ from fullshard.core.unit import Unit
 from fullshard.core.unit_modules import own_modules, recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, check_bool, check_int, warn_once
 from fullshard.frontend import forward_methods
-from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.policies import StateSharding
 from fullshard.state import class_swap
 
@@ -482,10 +481,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             for parameter in unit.parameters:
                 parameter.sharded.grad = None
 
-    def _get_fsdp_state(self) -> UnitView:
-        """Return a view with FSDP2's private attributes: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
-        return UnitView(require_unit(self))
-
     def resident(self) -> AbstractContextManager[None]:
         """Keep all units at and below this module unsharded inside a `with` block: `fullshard.resident(self)`. Collective.
 
@@ -676,7 +671,7 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
 
 
 def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.from_snapshot(parts, sharded_class, UnitView)
+    return class_swap.from_snapshot(parts, sharded_class)
 
 
 def _module(module: Any) -> nn.Module:

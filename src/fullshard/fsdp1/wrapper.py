@@ -57,7 +57,6 @@ from fullshard.core import (
 from fullshard.errors import StateError, warn_once
 from fullshard.ext.collectives import Adapter, ReduceScatter
 from fullshard.frontend.api import PreparedShard, fully_shard
-from fullshard.frontend.fsdp2_state import UnitView
 from fullshard.frontend.module import (
     FSDPModule,
     accumulate,
@@ -1089,7 +1088,7 @@ def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
 
 
 def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    copied = class_swap.from_snapshot(parts, sharded_class, UnitView)
+    copied = class_swap.from_snapshot(parts, sharded_class)
     for wrapper in FullyShardedDataParallel.fsdp_modules(copied):
         if wrapper._own_unit is not None:
             wrapper._apply_prefetch(wrapper._own_unit)

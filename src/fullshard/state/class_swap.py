@@ -34,7 +34,6 @@ from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
 ClassMap = Callable[[type[nn.Module]], "type[nn.Module]"]  # maps the class of a module to its sharded class, or back
-ViewMap = Callable[[Unit], object]  # maps a unit to what torch's `fully_shard.state(module)` returns for its modules
 
 
 def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -45,7 +44,6 @@ def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
 def install_unit(
     unit: Unit,
     wrap_class: ClassMap,
-    view_of: ViewMap,
     managed: Iterable[nn.Module] = (),
     originals: Originals | None = None,
 ) -> None:
@@ -55,11 +53,9 @@ def install_unit(
     """
     attach_unit(unit)
     install_hooks(unit)
-    view = view_of(unit)
     for module in managed:
         _torch.mark_managed(module)
     for root in unit.modules:
-        _torch.attach_state(root, view)
         root.__class__ = wrap_class(type(root))
     for notify in UNIT_CREATED:
         notify(unit, originals)
@@ -160,7 +156,7 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
     return ShardedSnapshot(plain, parts)
 
 
-def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap, view_of: ViewMap) -> nn.Module:
+def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap) -> nn.Module:
     """Rebuild the units of a snapshot in place, and return its root (the inverse of `to_snapshot`)."""
     for unit_snapshot in parts.units:
         rebuilt: list[ShardedParameter] = []
@@ -182,7 +178,7 @@ def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap, view_of: ViewMap
             unit.unit_name.name = unit_snapshot.name
             for parameter in rebuilt:
                 parameter.put(parameter.sharded)
-        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class, view_of)
+        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class)
     return parts.root
 
 

@@ -1,29 +1,29 @@
-"""Views of units with the attributes of FSDP2's private state objects, which some programs use."""
+"""Views of units with the attributes of FSDP2's private state objects, which some programs read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from fullshard.core.param_group import ParamGroup
-from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import recovered, unit_of
+from fullshard import _torch
+from fullshard.core import UNIT_CREATED, Originals, ParamGroup, ShardedParameter, Unit, recovered, require_unit, unit_of
 from fullshard.errors import StateError
+from fullshard.frontend.api import fully_shard
+from fullshard.frontend.module import FSDPModule, sharded_method
 from fullshard.policies import MixedPrecisionPolicy
 
 
 class _View:
     """Read-only view with FSDP2's names, created at each access."""
 
-    _names: tuple[str, ...] = ()
+    def __init__(self, unit: Unit, part: Any = None) -> None:
+        self.__dict__.update(_unit=unit, _part=part)
 
     def __getattr__(self, name: str) -> Any:
+        names = [one for one in vars(type(self)) if not one.startswith("__")]
         raise AttributeError(
-            f"fullshard has no '{name}' for a unit. Of FSDP2's private state, {type(self).__name__} has "
-            f"{', '.join(self._names)}."
+            f"fullshard has no '{name}' for a unit. Of FSDP2's private state, {type(self).__name__} has {', '.join(names)}."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -36,30 +36,25 @@ class _View:
 class ParameterView(_View):
     """View of one parameter, with the names of FSDP2's FSDPParam."""
 
-    _names = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "keep_unsharded_storage")
-
-    def __init__(self, unit: Unit, parameter: ShardedParameter) -> None:
-        self.__dict__.update(_unit=unit, _parameter=parameter)
+    _part: ShardedParameter
 
     @property
     def sharded_param(self) -> nn.Parameter:
         """The sharded parameter, a DTensor."""
-        return self._parameter.sharded
+        return self._part.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter | None:
         """The parameter for forward and backward; None before the first all-gather."""
-        return self._parameter.unsharded
+        return self._part.unsharded
 
-    @property
-    def _unsharded_param(self) -> nn.Parameter | None:
-        return self._parameter.unsharded
+    _unsharded_param = unsharded_param
 
     @property
     def unsharded_accumulated_grad(self) -> Tensor | None:
         """The unsharded gradient that backwards without communication accumulated on this rank."""
-        kept = self._parameter.local_grad
-        return None if kept is None else self._parameter.sharding.to_module(kept)
+        kept = self._part.local_grad
+        return None if kept is None else self._part.sharding.to_module(kept)
 
     @property
     def keep_unsharded_storage(self) -> bool:
@@ -70,15 +65,12 @@ class ParameterView(_View):
 class GroupView(_View):
     """View of one parameter group, with the names of FSDP2's FSDPParamGroup."""
 
-    _names = ("fsdp_params", "mp_policy", "post_backward()")
-
-    def __init__(self, unit: Unit, group: ParamGroup) -> None:
-        self.__dict__.update(_unit=unit, _group=group)
+    _part: ParamGroup
 
     @property
     def fsdp_params(self) -> list[ParameterView]:
         """The parameters of the group."""
-        return [ParameterView(self._unit, parameter) for parameter in self._group.parameters]
+        return [ParameterView(self._unit, parameter) for parameter in self._part.parameters]
 
     @property
     def mp_policy(self) -> MixedPrecisionPolicy:
@@ -87,33 +79,21 @@ class GroupView(_View):
 
     def post_backward(self) -> None:
         """Reduce the gradients of this group so far. Pipeline schedules call it after the last microbatch."""
-        self._unit.reduce_now(self._group)
+        self._unit.reduce_now(self._part)
 
 
 class ContextView(_View):
     """View of the context that the units of one model share, with the names of FSDP2's state context."""
 
-    _names = ("all_states",)
-
-    def __init__(self, unit: Unit) -> None:
-        self.__dict__.update(_unit=unit)
-
     @property
     def all_states(self) -> list[UnitView]:
         """The units at and below this one."""
-        return [UnitView(unit) for unit in units_below(self._unit)]
+        below = [unit_of(module) for root in self._unit.modules for module in root.modules()]
+        return [UnitView(unit) for unit in dict.fromkeys(below) if unit is not None]
 
 
 class UnitView(_View):
     """View of one unit, with the names of FSDP2's FSDPState: the result of `fully_shard.state(module)`."""
-
-    _names = (
-        *("_fsdp_param_groups", "_fsdp_param_group", "_mp_policy", "_modules", "_comm_ctx", "_state_ctx.all_states"),
-        "_root_post_backward_final_callback()",
-    )
-
-    def __init__(self, unit: Unit) -> None:
-        self.__dict__.update(_unit=unit)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UnitView) and other._unit is self._unit
@@ -154,18 +134,22 @@ class UnitView(_View):
         return (found or self._unit).unit_name
 
 
-def units_below(unit: Unit) -> Iterator[Unit]:
-    """Yield the units at and below the modules of `unit`, each once."""
-    seen: set[Unit] = set()
+def _attach(unit: Unit, _: Originals | None) -> None:
     for root in unit.modules:
-        for module in root.modules():
-            inner = unit_of(module)
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                yield inner
+        _torch.attach_state(root, UnitView(unit))
 
 
-def view_of(module: nn.Module) -> UnitView | None:
+def _state(module: nn.Module) -> UnitView | None:
     """Return the view of a sharded module, or None for a module that is not sharded. It is `fully_shard.state`."""
     unit = unit_of(module)
     return None if unit is None else UnitView(unit)
+
+
+@sharded_method
+def _get_fsdp_state(self: FSDPModule) -> UnitView:
+    """Return a view with FSDP2's private attributes: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
+    return UnitView(require_unit(self))
+
+
+UNIT_CREATED.append(_attach)
+fully_shard.state = _state  # type: ignore[attr-defined]
