@@ -14,7 +14,7 @@ import fullshard
 from fullshard import fully_shard
 from fullshard.checks.collective_log import UnitName
 from fullshard.core import Agreement
-from fullshard.core.unit_modules import require_unit
+from fullshard.core.units import require_unit
 
 
 def agreements(world: World) -> Iterator[Agreement]:

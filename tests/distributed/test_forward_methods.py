@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fullshard
 from fullshard import register_fsdp_forward_method
-from fullshard.core.unit_modules import units_of
+from fullshard.core.units import units_of
 
 
 class Breaks(Stack):

@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.comm.gloo import MessageTag
 from fullshard.core.heartbeat import _LENGTH_STEP, message_length
-from fullshard.core.unit_modules import unit_of
+from fullshard.core.units import unit_of
 
 
 @given(st.integers(0, 100_000), st.integers(0, _LENGTH_STEP - 1))

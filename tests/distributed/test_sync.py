@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard import StateError, fully_shard
-from fullshard.core import digest
+from fullshard.optim.copies import digest
 
 
 def text_of(error: type[Exception], fn: Callable[[], Any]) -> str:

@@ -29,7 +29,7 @@ from fullshard.core.backward import BackwardHook
 from fullshard.core.hooks import ForwardHooks
 from fullshard.core.late_grads import LateGradHook
 from fullshard.core.runtime import Runtime
-from fullshard.core.unit_modules import unit_of
+from fullshard.core.units import unit_of
 
 OURS = str(fullshard.__path__[0])
 EVENTS = {

@@ -365,17 +365,3 @@ def described(failure: BaseException) -> str:
     """
     name = type(failure).__name__
     return f"{name}: {headline(failure)}" if str(failure).strip() else name
-
-
-__all__ = [
-    "DIGEST",
-    "CollectiveLog",
-    "Fingerprint",
-    "GroupFingerprints",
-    "LoggedCall",
-    "UnitName",
-    "described",
-    "find_desync",
-    "headline",
-    "listed",
-]

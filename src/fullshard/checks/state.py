@@ -181,6 +181,3 @@ class LocalState:
         waiting = self.waiting_in(log)
         waits = None if waiting is None else f"{waiting.number}, {texts.get(waiting.number, waiting.fingerprint)}"
         return RankState(count, digest, notices_read, texts.get(count, ""), waits, log.exception_note, ended)
-
-
-__all__ = ["LocalState", "RankState", "WaitState"]

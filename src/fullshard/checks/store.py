@@ -183,6 +183,3 @@ class StateStore:
                 "Another program, or another version of fullshard, writes under the same keys.",
                 stacklevel=2,
             )
-
-
-__all__ = ["RATE", "TICK", "StateStore", "Window"]

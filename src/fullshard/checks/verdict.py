@@ -128,6 +128,3 @@ def diverged_text(number: int, calls: Mapping[str, Sequence[int]]) -> str:
     if len(calls) == 1:  # the texts are equal, but the hashes differ
         texts += ", but with different parameters, shapes or dtypes, or after different collectives"
     return f"Ranks diverged at collective {number}: {texts}. {_ADVICE}"
-
-
-__all__ = ["Inquiry", "diverged_text"]

@@ -427,6 +427,3 @@ def positions() -> str:
     found = [] if watchdog is None else watchdog.positions()
     rank = "" if watchdog is None else f"rank {_torch.global_rank()}: "
     return "\n".join(f"{rank}{text}" for text in found or ["before the first collective"])
-
-
-__all__ = ["EXIT_SECONDS", "Watchdog", "positions", "watchdog_of"]

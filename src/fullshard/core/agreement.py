@@ -336,6 +336,3 @@ def _bytes_in(tensor: Tensor) -> bytes:
 
 def _as_started(begin: Callable[[], Any]) -> StartedWork:
     return StartedWork((begin(),))
-
-
-__all__ = ["KIND", "Agreement", "Ranks"]

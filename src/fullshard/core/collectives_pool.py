@@ -108,6 +108,3 @@ class CollectivesPool:
             found = ObservedCollectives(collectives_for(made, axis.device, self.message_tag), self.traffic, keeps=owner)
             self._collectives[key] = found
         return found
-
-
-__all__ = ["CollectivesPool"]

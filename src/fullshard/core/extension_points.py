@@ -6,16 +6,12 @@ A check that runs once, before the first forward of a unit, is a further one: `U
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from fullshard.core.sharded_param import ShardedParameter
-    from fullshard.core.unit import Unit
-
-FirstUse: TypeAlias = "Callable[[Unit, nn.Module], bool | None]"
-"""A check of a unit, called with the module whose forward begins. It is due again if it raises or returns True."""
+from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unit import Unit
 
 Originals: TypeAlias = "Mapping[ShardedParameter, nn.Parameter]"
 """The parameters that one fully_shard() call sharded: what each was before, with its values."""
@@ -28,5 +24,3 @@ ALLOCATION: list[Callable[[Unit], Callable[[], None]]] = []
 
 BEFORE_STATE_DICT: list[Callable[[Unit], None]] = []
 """Called with each unit before `state_dict()` lists its parameters."""
-
-__all__ = ["ALLOCATION", "BEFORE_STATE_DICT", "UNIT_CREATED", "FirstUse", "Originals"]

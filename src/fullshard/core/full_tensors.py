@@ -74,6 +74,3 @@ def _unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) 
 def _by_dtensor(agreement: Agreement, sharded: Any) -> Tensor:
     """All-gather with DTensor: for tensor parallelism, tensor subclasses, and gradients that the user sharded differently."""
     return agreement.unlogged(lambda: full_tensor(sharded))
-
-
-__all__ = ["all_gather_full", "all_gather_unsharded", "full_tensor"]

@@ -20,7 +20,7 @@ from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import like_shard
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import recovered
+from fullshard.core.units import recovered
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields: bool = True) -> Any:

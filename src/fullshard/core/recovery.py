@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fullshard import _torch
 from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import unit_of
+from fullshard.core.units import unit_of
 
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime

@@ -40,6 +40,3 @@ def current_parameter(tensor: Tensor) -> Tensor:
 def replacement_generation() -> int:
     """Return a number that changes with every replacement: until then, results of `replacement_of` are current."""
     return _Replacements.generation
-
-
-__all__ = ["current_parameter", "replacement_generation", "replacement_of", "set_replacement"]

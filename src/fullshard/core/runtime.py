@@ -37,8 +37,9 @@ from fullshard.core.scheduler import (
 )
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
-from fullshard.core.unit import Unit, name_units_in
+from fullshard.core.unit import Unit
 from fullshard.core.unit_options import UnitOptions
+from fullshard.core.units import name_units_in
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core.subclasses import exact_copy
 from fullshard.errors import StateError
-
-if TYPE_CHECKING:
-    from fullshard.core.sharded_param import ShardedParameter
 
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
 _VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
@@ -194,13 +191,13 @@ def _mark_view(view: Any, back: Any) -> None:
         _set_class(view, ShardedDTensor)
 
 
-def parameter_of(tensor: Tensor) -> ShardedParameter | None:
+def parameter_of(tensor: Tensor) -> Any:
     """Return the ShardedParameter of a sharded parameter or of a view of one; None for others, or if its unit was deleted."""
     back = tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
-    return None if back is None else back()  # type: ignore[no-any-return]
+    return None if back is None else back()
 
 
-def _names(known: Sequence[ShardedParameter]) -> str:
+def _names(known: Sequence[Any]) -> str:
     """Return the names of parameters and their units for error texts."""
     return " and ".join(dict.fromkeys(f"parameter '{one.name}' of unit '{one.unit_name.name}'" for one in known))
 

@@ -94,14 +94,3 @@ def take_attributes(source: Tensor, target: Tensor, *, values: bool = True, meth
             # A method bound to `source` would read the data of `source`.
             bound = isinstance(kept, MethodType) and kept.__self__ is source
             setattr(target, key, MethodType(kept.__func__, target) if bound else kept)
-
-
-__all__ = [
-    "exact_copy",
-    "inner_tensors",
-    "is_plain",
-    "plain_parts",
-    "take_attributes",
-    "values_of",
-    "version_of_memory",
-]

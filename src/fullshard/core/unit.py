@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
-from fullshard.core.extension_points import FirstUse
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.module_tree import clean_name
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit_modules import ForwardProgress, UnitModules, unit_of
+from fullshard.core.unit_modules import ForwardProgress, UnitModules
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
 from fullshard.errors import StateError, warn_once
@@ -30,6 +28,9 @@ from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime
+
+FirstUse: TypeAlias = "Callable[[Unit, nn.Module], bool | None]"
+"""A check of a unit, called with the module whose forward begins. It is due again if it raises or returns True."""
 
 
 class Unit:
@@ -701,21 +702,7 @@ def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
         raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}'. Call it before or after the block.")
 
 
-def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
-    """Name the units below `module` by their path in it; a module around it renames them later.
-
-    runs: True in a forward of `module`, which is the outermost one.
-    """
-    for name, inner in module.named_modules():
-        unit = unit_of(inner)
-        if unit is not None and name:
-            unit.unit_name.name = clean_name(name) or unit.name
-            if runs:
-                unit.place.record_path(module, name)
-
-
 __all__ = [
     "Unit",
-    "name_units_in",
     "refuse_inside_full_params",
 ]

@@ -1,4 +1,4 @@
-"""The modules of one unit: their place in the model, their hooks, their running forwards; the unit of a module."""
+"""The modules of one unit: their place in the model, their hooks, their running forwards."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from fullshard import _torch
-from fullshard.errors import StateError
 
-if TYPE_CHECKING:
-    from fullshard.core.unit import Unit
-
-_UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
+UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 
 
 class UnitModules:
@@ -68,7 +64,7 @@ class UnitModules:
         for index, (ref, part) in enumerate(path):
             parent = ref()
             child = None if parent is None else _torch.children_of(parent).get(part)
-            if child is None or (child.__dict__.get(_UNIT) is not unit if index == last else child is not path[index + 1][0]()):
+            if child is None or (child.__dict__.get(UNIT) is not unit if index == last else child is not path[index + 1][0]()):
                 return False
         return True
 
@@ -170,80 +166,3 @@ class ForwardProgress:
     def clear(self) -> None:
         """Remove all running forwards, after an interrupt or an exception."""
         self._stack.clear()
-
-
-# --- the unit of a module ---
-
-
-def attach_unit(unit: Unit) -> None:
-    """Store the unit on its modules, which hold the strong reference to it."""
-    for module in unit.modules:
-        module.__dict__[_UNIT] = unit
-
-
-def detach_unit(module: nn.Module) -> None:
-    """Remove the unit from a module."""
-    module.__dict__.pop(_UNIT, None)
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit whose root (or one of whose roots) `module` is."""
-    return module.__dict__.get(_UNIT)
-
-
-# Each public call obtains its units from the functions below, which reset what an interrupt left.
-
-
-def recovered(unit: Unit) -> Unit:
-    """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait (see recovery.py)."""
-    if unit.runtime.communicator.interrupted:
-        unit.runtime.recovery.recover()
-    return unit
-
-
-def check_module(module: object) -> None:
-    """Raise ValueError unless `module`, an argument of a public call, is a module."""
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"Expected an nn.Module, got {type(module).__name__}. Pass the model or a module of it.")
-
-
-def require_unit(module: nn.Module) -> Unit:
-    """Return the unit of `module`, for a public call. Raise StateError if there is none."""
-    check_module(module)
-    unit = unit_of(module)
-    if unit is None:
-        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
-    return recovered(unit)
-
-
-def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
-    """Return the units at and below `module`, each once, for a public call; without `recurse` only the unit of `module`."""
-    if not recurse:
-        return [require_unit(module)]
-    check_module(module)
-    # By identity: a number is unique in one runtime only.
-    units = dict.fromkeys(unit for inner in module.modules() if (unit := unit_of(inner)) is not None)
-    return [recovered(unit) for unit in units]
-
-
-def own_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield `root` and the modules below it, without those of other units."""
-    yield root
-    for child in root.children():
-        if unit_of(child) is None:
-            yield from own_modules(child)
-
-
-__all__ = [
-    "ForwardProgress",
-    "ForwardStart",
-    "UnitModules",
-    "attach_unit",
-    "check_module",
-    "detach_unit",
-    "own_modules",
-    "recovered",
-    "require_unit",
-    "unit_of",
-    "units_of",
-]

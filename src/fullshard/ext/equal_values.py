@@ -26,11 +26,11 @@ from fullshard.core import (
     ShardAxis,
     ShardedParameter,
     Unit,
-    digest,
     resolve_mesh,
     unit_of,
 )
 from fullshard.errors import StateError
+from fullshard.optim.copies import digest
 
 _SHOWN = 256  # bytes of each rank's description in an error text
 

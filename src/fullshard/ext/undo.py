@@ -20,7 +20,7 @@ from fullshard.core import (
     units_of,
 )
 from fullshard.errors import StateError, warn_once
-from fullshard.frontend.module import plain_class
+from fullshard.state.class_swap import plain_class
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -24,11 +24,10 @@ from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, to_local
-from fullshard.core.unit import name_units_in
-from fullshard.core.unit_modules import unit_of
 from fullshard.core.unit_options import UnitOptions
+from fullshard.core.units import name_units_in, unit_of
 from fullshard.errors import warn_once
-from fullshard.frontend.module import parse_reshard_after_forward, sharded_class
+from fullshard.frontend.module import FSDPModule, parse_reshard_after_forward
 from fullshard.optim import optimizer_hooks
 from fullshard.policies import (
     ZERO3,
@@ -192,7 +191,7 @@ def _shard(
     for left_alone in ignored:
         mark_ignored(left_alone)
     originals = {parameter: ref.parameter for parameter, ref in zip(new, refs)}
-    install_unit(unit, sharded_class, found.managed.modules, originals)
+    install_unit(unit, FSDPModule, found.managed.modules, originals)
     for root in unit.modules:
         name_units_in(root)
 
@@ -462,6 +461,3 @@ def _move(refs: Sequence[ParamRef], managed: ManagedTensors, home: torch.device,
         move_data(ref.parameter, home)
     for _, _slot, buffer in managed.buffers:
         move_data(buffer, device)
-
-
-__all__ = ["PreparedShard", "fully_shard", "gc_paused"]

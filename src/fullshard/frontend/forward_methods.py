@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.core.hooks import ForwardHooks
-from fullshard.core.unit_modules import unit_of
+from fullshard.core.units import unit_of
 from fullshard.errors import StateError
 
 
@@ -72,6 +72,3 @@ def _rebuild_method(module: nn.Module, name: str) -> Method:
 def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return `method` of `module`, wrapped to run the forward hooks of its unit."""
     return method if isinstance(method, Method) else Method(module, method)
-
-
-__all__ = ["Method", "wrap_method"]

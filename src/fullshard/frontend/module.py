@@ -21,11 +21,11 @@ from fullshard.core.scheduler import KeepAfterForward, Stats
 from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import own_modules, recovered, require_unit, unit_of, units_of
+from fullshard.core.units import own_modules, recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, check_bool, check_int, warn_once
 from fullshard.frontend import forward_methods
 from fullshard.policies import StateSharding
-from fullshard.state import class_swap
+from fullshard.state.class_swap import from_snapshot, plain_class, to_snapshot
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,24 +56,6 @@ class UnshardHandle:
                 )
             recovered(unit).ensure_unsharded()
             self._unit = None
-
-
-_SHARDED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that sharded modules of class `cls` get. Each `cls` has exactly one."""
-    found = _SHARDED_CLASSES.get(cls)
-    if found is None:
-        found = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-        found = _SHARDED_CLASSES.setdefault(cls, found)  # another thread may have created one meanwhile
-    return found
-
-
-def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the original class of a sharded class (the inverse of `sharded_class`), and any other class unchanged."""
-    made = next((base for base in cls.__mro__ if base.__bases__[:1] == (FSDPModule,)), None)
-    return cls if made is None else made.__bases__[1]
 
 
 def parse_reshard_after_forward(
@@ -526,7 +508,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with separate units on the same meshes. Raises StateError inside forward or backward."""
-        return _from_snapshot(class_swap.to_snapshot(_module(self), plain_class, memo))
+        return from_snapshot(to_snapshot(_module(self), memo))
 
     def __copy__(self) -> Any:
         raise StateError(
@@ -535,7 +517,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the structure with this rank's shards, to be loaded on the same rank of an equal mesh."""
-        return _from_snapshot, (class_swap.to_snapshot(_module(self), plain_class),)
+        return from_snapshot, (to_snapshot(_module(self)),)
 
     def extra_repr(self) -> str:
         """Return the module's own `extra_repr`, followed by the unit: parameters, elements, groups, rank and residency.
@@ -668,10 +650,6 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
         for group in unit.groups:  # torch's zero_grad reaches registered parameters
             if group.grads.has_local:
                 group.grads.discard()
-
-
-def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    return class_swap.from_snapshot(parts, sharded_class)
 
 
 def _module(module: Any) -> nn.Module:
@@ -830,22 +808,3 @@ def any_unit(module: nn.Module) -> Unit:
     if not units:
         raise StateError(f"{type(module).__name__} contains no sharded module. Call fully_shard() first.")
     return units[0]
-
-
-__all__ = [
-    "FSDPModule",
-    "UnshardHandle",
-    "accumulate",
-    "any_unit",
-    "counting",
-    "discard_gradients",
-    "parse_reshard_after_forward",
-    "plain_class",
-    "refreshing_shards",
-    "register_fsdp_forward_method",
-    "resident",
-    "sharded_class",
-    "share_comm_ctx",
-    "stats",
-    "unit_summary",
-]

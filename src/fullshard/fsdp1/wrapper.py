@@ -61,9 +61,7 @@ from fullshard.frontend.module import (
     FSDPModule,
     accumulate,
     discard_gradients,
-    plain_class,
     refreshing_shards,
-    sharded_class,
     unit_summary,
 )
 from fullshard.fsdp1 import state_dicts
@@ -71,7 +69,7 @@ from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, devi
 from fullshard.fsdp1.state_dicts import StateDictFormat
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.state import class_swap
+from fullshard.state.class_swap import ShardedSnapshot, from_snapshot, plain_class, to_snapshot, with_original_classes
 from fullshard.state.full_params import full_params
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
@@ -445,7 +443,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         if any(unit.shows_plain for unit in units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
-        with full_params(self), class_swap.with_original_classes(units_of(self, True), plain_class):
+        with full_params(self), with_original_classes(units_of(self, True)):
             return super().apply(fn)  # type: ignore[return-value]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -466,7 +464,7 @@ class FullyShardedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy with its own units, on the same meshes. Raises StateError inside forward or backward."""
         if any(id(unit) not in memo for unit in units_of(self, True)):
-            return _from_snapshot(class_swap.to_snapshot(self, plain_class, memo))
+            return _from_snapshot(to_snapshot(self, memo))
         copied = object.__new__(type(self))  # nested in the copy of an outer module, which copies the units
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -476,7 +474,7 @@ class FullyShardedDataParallel(nn.Module):
         """Pickle the structure with this rank's shards, to be loaded on the same rank of an equal mesh."""
         if not units_of(self, True):
             return super().__reduce_ex__(protocol)
-        return _from_snapshot, (class_swap.to_snapshot(self, plain_class),)
+        return _from_snapshot, (to_snapshot(self),)
 
     def extra_repr(self) -> str:
         """Describe the strategy and the unit: parameters, elements, groups, rank and residency.
@@ -1087,8 +1085,8 @@ def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
     return True
 
 
-def _from_snapshot(parts: class_swap.ShardedSnapshot) -> nn.Module:
-    copied = class_swap.from_snapshot(parts, sharded_class)
+def _from_snapshot(parts: ShardedSnapshot) -> nn.Module:
+    copied = from_snapshot(parts)
     for wrapper in FullyShardedDataParallel.fsdp_modules(copied):
         if wrapper._own_unit is not None:
             wrapper._apply_prefetch(wrapper._own_unit)

@@ -14,4 +14,5 @@ routes.py           the messages of an owner plan, as one rank sends and receive
 owner_exchange.py   messages between shards and owners
 empty_shards.py     empty shards in steps of other libraries' optimizers
 clipping.py         clip_grad_norm_
+copies.py           what a call computes or writes once must be equal on all ranks
 """

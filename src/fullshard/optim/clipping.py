@@ -19,15 +19,14 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     UnitName,
-    agreement_of_all,
     current_parameter,
-    find_difference,
     flat_gradient,
     logical_parameters,
     recovered,
     to_local,
 )
 from fullshard.errors import StateError
+from fullshard.optim.copies import agreement_of_all, find_difference
 
 
 def _by_dtype_and_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, agreement_of_all, find_difference, logical_parameters
+from fullshard.core import ShardedParameter, logical_parameters
 from fullshard.errors import StateError, warn_once
+from fullshard.optim.copies import agreement_of_all, find_difference
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.pieces import is_same

@@ -1,9 +1,9 @@
-"""Install units on modules; snapshots of a sharded model, for copies and pickles."""
+"""Classes of sharded modules; units on modules; snapshots of a sharded model, for copies and pickles."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,30 +33,41 @@ from fullshard.core import (
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
-ClassMap = Callable[[type[nn.Module]], "type[nn.Module]"]  # maps the class of a module to its sharded class, or back
+_PARTS = "_fullshard_parts"  # attribute of a sharded class: the mixin and the original class
+_SHARDED_CLASSES: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
 
-def keep_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return `cls`: the class map for modules whose class does not change."""
-    return cls
+def sharded_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that sharded modules of class `cls` get, a subclass of `mixin` and `cls`. There is exactly one."""
+    found = _SHARDED_CLASSES.get((mixin, cls))
+    if found is None:
+        attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, _PARTS: (mixin, cls)}
+        found = type(f"FSDP{cls.__name__}", (mixin, cls), attributes)
+        found = _SHARDED_CLASSES.setdefault((mixin, cls), found)  # another thread may have created one meanwhile
+    return found
 
 
-def install_unit(
-    unit: Unit,
-    wrap_class: ClassMap,
-    managed: Iterable[nn.Module] = (),
-    originals: Originals | None = None,
-) -> None:
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the original class of a sharded class (the inverse of `sharded_class`), and any other class unchanged."""
+    return getattr(cls, _PARTS, (None, cls))[1]
+
+
+def install_unit(unit: Unit, mixin: type | None, managed: Iterable[nn.Module] = (), originals: Originals | None = None) -> None:
     """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class.
 
-    `originals`: the parameters that it sharded, with what they were before; None for a copy of a unit.
+    Args:
+        unit: the unit.
+        mixin: of the sharded class; None for modules that keep their class.
+        managed: the modules that it manages.
+        originals: the parameters that it sharded, with what they were before; None for a copy of a unit.
     """
     attach_unit(unit)
     install_hooks(unit)
     for module in managed:
         _torch.mark_managed(module)
     for root in unit.modules:
-        root.__class__ = wrap_class(type(root))
+        if mixin is not None:
+            root.__class__ = sharded_class(mixin, type(root))
     for notify in UNIT_CREATED:
         notify(unit, originals)
 
@@ -68,10 +79,8 @@ def install_unit(
 class ParameterSnapshot:
     """Snapshot of one sharded parameter."""
 
-    name: str  # qualified within its unit
-    slots: list[tuple[nn.Module, str]]  # modules and attribute names it is registered under
-    sharding: ParamSharding  # how it is sharded
-    shard: nn.Parameter  # a copy of the sharded parameter
+    ref: ParamRef  # its name, a copy of the sharded parameter, and its slots
+    sharding: ParamSharding
     attributes: dict[str, Any]  # attributes that the user set on the parameter
     keeps_dtype: bool  # True if it is all-gathered in its own dtype, whatever the policy
     grad_dtype: GradDtype  # dtype of its `.grad`
@@ -82,7 +91,7 @@ class UnitSnapshot:
     """Snapshot of one unit."""
 
     modules: list[nn.Module]
-    has_sharded_class: bool  # True if its modules have a class made by the class map
+    mixin: type | None  # of the sharded class of its modules; None if they keep their class
     name: str  # for logs and errors
     axis: ShardAxis
     options: UnitOptions
@@ -98,12 +107,11 @@ class ShardedSnapshot:
     units: list[UnitSnapshot]
 
 
-def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
+def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
     """Return a snapshot of `root`, with copies of its modules.
 
     Args:
         root: a sharded module.
-        unwrap_class: maps the sharded class of a module back to its own.
         memo: that of copy.deepcopy; afterwards it maps the ids of modules and sharded parameters to their copies. None to
             pickle the snapshot: it then has the sharded parameters themselves, as an optimizer in the same pickle has.
 
@@ -130,11 +138,11 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
                 memo[id(parameter.sharded)] = parameter.sharded
             elif id(parameter.sharded) not in memo:  # else an optimizer was copied before the model
                 memo[id(parameter.sharded)] = clone_shard(parameter)
-    has_sharded_class = [any(unwrap_class(type(module)) is not type(module) for module in unit.modules) for unit in units]
-    with with_original_classes(units, unwrap_class):
+    mixins = [getattr(type(unit.modules[0]), _PARTS, (None, None))[0] for unit in units]
+    with with_original_classes(units):
         plain = copy.deepcopy(root, memo)
     parts: list[UnitSnapshot] = []
-    for unit, has_class in zip(units, has_sharded_class):
+    for unit, mixin in zip(units, mixins):
         copies = [memo[id(module)] for module in unit.modules]
         remove_hooks_from_copies(unit, memo)
         for module in copies:
@@ -142,31 +150,32 @@ def to_snapshot(root: nn.Module, unwrap_class: ClassMap, memo: dict[int, Any] | 
             _torch.detach_state(module)
         parameters = [
             ParameterSnapshot(
-                parameter.name,
-                [(memo[id(i.module)], i.name) for i in parameter.slots],
+                ParamRef(
+                    parameter.name,
+                    memo[id(parameter.sharded)],
+                    [Slot(memo[id(i.module)], i.name) for i in parameter.slots],
+                ),
                 parameter.sharding,
-                memo[id(parameter.sharded)],
                 {key: copy.deepcopy(value, memo) for key, value in parameter.user_attributes.items()},
                 parameter.keeps_dtype,
                 parameter.grad_dtype,
             )
             for parameter in unit.parameters
         ]
-        parts.append(UnitSnapshot(copies, has_class, unit.name, unit.axis, unit.options, unit.global_id, parameters))
+        parts.append(UnitSnapshot(copies, mixin, unit.name, unit.axis, unit.options, unit.global_id, parameters))
     return ShardedSnapshot(plain, parts)
 
 
-def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap) -> nn.Module:
+def from_snapshot(parts: ShardedSnapshot) -> nn.Module:
     """Rebuild the units of a snapshot in place, and return its root (the inverse of `to_snapshot`)."""
     for unit_snapshot in parts.units:
         rebuilt: list[ShardedParameter] = []
         with torch.no_grad():
             for snapshot in unit_snapshot.parameters:
-                ref = ParamRef(snapshot.name, snapshot.shard, [Slot(module, name) for module, name in snapshot.slots])
                 parameter = ShardedParameter(
-                    ref,
+                    snapshot.ref,
                     snapshot.sharding,
-                    snapshot.shard,
+                    snapshot.ref.parameter,
                     keeps_dtype=snapshot.keeps_dtype,
                     grad_dtype=snapshot.grad_dtype,
                 )
@@ -178,16 +187,16 @@ def from_snapshot(parts: ShardedSnapshot, wrap_class: ClassMap) -> nn.Module:
             unit.unit_name.name = unit_snapshot.name
             for parameter in rebuilt:
                 parameter.put(parameter.sharded)
-        install_unit(unit, wrap_class if unit_snapshot.has_sharded_class else keep_class)
+        install_unit(unit, unit_snapshot.mixin)
     return parts.root
 
 
 @contextmanager
-def with_original_classes(units: Iterable[Unit], unwrap_class: ClassMap) -> Iterator[None]:
+def with_original_classes(units: Iterable[Unit]) -> Iterator[None]:
     """Give the modules of `units` their original classes inside the block."""
     classes = [(module, type(module)) for unit in units for module in unit.modules]
     for module, cls in classes:
-        module.__class__ = unwrap_class(cls)
+        module.__class__ = plain_class(cls)
     try:
         yield
     finally:

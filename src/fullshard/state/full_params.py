@@ -207,6 +207,3 @@ def _install_full(
             plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
         installed.append(_Installed(parameter, plain, plain.shape))
         parameter.install_plain(plain)
-
-
-__all__ = ["full_params"]

@@ -85,6 +85,3 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
                 "module around them."
             )
     return ties
-
-
-__all__ = ["Ties", "find_ties"]

@@ -18,14 +18,13 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     UnitName,
-    agreement_of_all,
     clean_name,
-    find_difference,
     logical_parameters,
     resolve_mesh,
     units_of,
 )
 from fullshard.errors import StateError
+from fullshard.optim.copies import agreement_of_all, find_difference
 from fullshard.weights.boxes import Box
 from fullshard.weights.shard_map import ModelTensor, ShardMap
 

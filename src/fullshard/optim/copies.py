@@ -7,10 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fullshard.core.agreement import Agreement
-from fullshard.core.mesh import resolve_mesh
-from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.subclasses import plain_parts
+from fullshard.core import Agreement, ShardedParameter, plain_parts, resolve_mesh
 
 _END_WORDS = 4096  # number of 8-byte words at each end of a tensor whose positions count
 _FACTOR = -7046029254386353131  # odd, so that multiplication modulo 2**64 loses nothing
@@ -78,6 +75,3 @@ def find_difference(named: Sequence[tuple[str, Tensor]], ranks: Agreement, toler
         if where := ranks.who_differs(bytes(row.tolist())):
             return f"{name} differs {where}"
     return None
-
-
-__all__ = ["agreement_of_all", "digest", "find_difference"]

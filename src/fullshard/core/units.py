@@ -1,0 +1,84 @@
+"""The units of a model: the unit of a module, and the units at and below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fullshard.core.module_tree import clean_name
+from fullshard.core.unit import Unit
+from fullshard.core.unit_modules import UNIT
+from fullshard.errors import StateError
+
+
+def attach_unit(unit: Unit) -> None:
+    """Store the unit on its modules, which hold the strong reference to it."""
+    for module in unit.modules:
+        module.__dict__[UNIT] = unit
+
+
+def detach_unit(module: nn.Module) -> None:
+    """Remove the unit from a module."""
+    module.__dict__.pop(UNIT, None)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit whose root (or one of whose roots) `module` is."""
+    return module.__dict__.get(UNIT)
+
+
+# Each public call obtains its units from the functions below, which reset what an interrupt left.
+
+
+def recovered(unit: Unit) -> Unit:
+    """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait (see recovery.py)."""
+    if unit.runtime.communicator.interrupted:
+        unit.runtime.recovery.recover()
+    return unit
+
+
+def check_module(module: object) -> None:
+    """Raise ValueError unless `module`, an argument of a public call, is a module."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"Expected an nn.Module, got {type(module).__name__}. Pass the model or a module of it.")
+
+
+def require_unit(module: nn.Module) -> Unit:
+    """Return the unit of `module`, for a public call. Raise StateError if there is none."""
+    check_module(module)
+    unit = unit_of(module)
+    if unit is None:
+        raise StateError(f"{type(module).__name__} is not sharded. Call fully_shard() on it first.")
+    return recovered(unit)
+
+
+def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Return the units at and below `module`, each once, for a public call; without `recurse` only the unit of `module`."""
+    if not recurse:
+        return [require_unit(module)]
+    check_module(module)
+    # By identity: a number is unique in one runtime only.
+    units = dict.fromkeys(unit for inner in module.modules() if (unit := unit_of(inner)) is not None)
+    return [recovered(unit) for unit in units]
+
+
+def own_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield `root` and the modules below it, without those of other units."""
+    yield root
+    for child in root.children():
+        if unit_of(child) is None:
+            yield from own_modules(child)
+
+
+def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
+    """Name the units below `module` by their path in it; a module around it renames them later.
+
+    runs: True in a forward of `module`, which is the outermost one.
+    """
+    for name, inner in module.named_modules():
+        unit = unit_of(inner)
+        if unit is not None and name:
+            unit.unit_name.name = clean_name(name) or unit.name
+            if runs:
+                unit.place.record_path(module, name)
