@@ -8,6 +8,7 @@ units.py               the unit of a module, and the units at and below it
 runtime.py             Runtime: runs the scheduler's actions, ends a backward; one per device and thread
 scheduler.py           Scheduler: what to unshard, reshard and reduce, and when; pure, so predictions run the same one
 param_group.py         ParamGroup: flat shard and unsharded buffer of parameters that are communicated together
+memory.py              Memory: where groups allocate and free, for predictions that record both
 unsharded_buffer.py    FlatBuffer: the unsharded buffer (all-gather output); AllGather: copy-in, collective, copy-out
 packing.py             ReductionPlan: layout of a group's gradients in collectives, and the copies into them
 reduction.py           Reduction: reduce-scatter, all-reduce, cast and commit of the gradients of one group

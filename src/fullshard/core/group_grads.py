@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fullshard.core.memory import Memory
 from fullshard.core.sharded_param import ShardedParameter
 
 if TYPE_CHECKING:
@@ -29,14 +30,15 @@ class GroupGradients:
         deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, memory: Memory) -> None:
         """Start without kept gradients, except for those that `parameters` have from an earlier group.
 
         Args:
             parameters: the parameters of the group.
             dtype: dtype of kept gradients.
+            memory: allocates kept gradients.
         """
-        self._parameters, self._dtype = parameters, dtype
+        self._parameters, self._dtype, self._memory = parameters, dtype, memory
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
         for parameter in parameters:  # of an earlier group, whose parameters had another dtype
             if parameter.local_grad is not None:
@@ -50,7 +52,7 @@ class GroupGradients:
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:
                 kept = parameter.local_grad
-                parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
+                parameter.local_grad = self._memory.cast(grad, "gradients", self._dtype) if kept is None else kept.add_(grad)
 
     def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the sum of `grads` and the kept gradients, and discard the kept ones."""

@@ -16,6 +16,7 @@ from fullshard.checks.collective_log import GroupFingerprints
 from fullshard.comm.streams import Lane, Work, nothing
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
+from fullshard.core.memory import Purpose
 from fullshard.core.packing import ReductionPlan
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter
@@ -86,7 +87,7 @@ class ParamGroup:
         self.layout, self.shard_layout = self._plan_layouts()
         self.shard, self._unbound = self.copy_shards(values, unwritten)
         self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
-        self.grads = GroupGradients(parameters, dtypes.kept)
+        self.grads = GroupGradients(parameters, dtypes.kept, storage.memory)
         self.divided = ""
         # Options of the last reduction, whether it deferred its second step, and the factors that follow.
         self.factors: tuple[object, bool, Any] | None = None
@@ -152,9 +153,11 @@ class ParamGroup:
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
         # Untouched pages of torch.empty take no memory until the values are loaded.
-        allocate = torch.empty if fresh else torch.zeros
+        memory = self.storage.memory
+        allocate = memory.empty if fresh else memory.zeros
         pinned = self.storage.pinned and device.type == "cpu"
-        flat = allocate(self.shard_layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
+        purpose: Purpose = "host" if self.storage.host else "shards"
+        flat = allocate(self.shard_layout.shard_numel, purpose, dtype=self.dtypes.storage, device=device, pinned=pinned)
         if fresh:
             _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.shard_layout.offsets, values)])
         shards: list[Tensor] = []
@@ -384,7 +387,8 @@ class ParamGroup:
             self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), reads]
 
     def _make_inner_shard(self) -> FlatBuffer:
-        return FlatBuffer(self.shard_layout, self.dtypes, self.collectives.over_replicas, self.storage, self.shard)
+        collectives = self.collectives.over_replicas
+        return FlatBuffer(self.shard_layout, self.dtypes, collectives, self.storage, self.shard, "shards")
 
     def _make_buffer(self, inner: FlatBuffer | None) -> FlatBuffer:
         """Create an unsharded buffer, gathered from the flat shard or, in two hops, from an inner shard."""
@@ -423,6 +427,8 @@ class ParamGroup:
     def check_device(self) -> None:
         """Raise StateError if a shard is not on the device where the shards are kept."""
         device, home = self.parameters[0].local.device, self.storage.home
+        if device == home:
+            return
         if device.type == "meta":
             names = ", ".join(f"'{p.name}'" for p in self.parameters[:3]) + (", ..." if len(self.parameters) > 3 else "")
             raise StateError(
@@ -430,12 +436,11 @@ class ParamGroup:
                 f"model.to_empty(device='{home.type}') and then reset_parameters() of every module or "
                 "model.load_state_dict(...), or call fullshard.materialize(model)."
             )
-        if device != home:
-            why = "its CPUOffloadPolicy keeps shards there" if self.storage.host else "the device of its mesh"
-            raise StateError(
-                f"Expected parameter '{self.parameters[0].name}' on {home} ({why}), got {device}. Move the model with "
-                f".to('{home}')."
-            )
+        why = "its CPUOffloadPolicy keeps shards there" if self.storage.host else "the device of its mesh"
+        raise StateError(
+            f"Expected parameter '{self.parameters[0].name}' on {home} ({why}), got {device}. Move the model with "
+            f".to('{home}')."
+        )
 
     def finish_all_gather(self) -> None:
         """Complete the all-gather: release its staging memory.

@@ -171,17 +171,20 @@ class Reduction:
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
-        message = group.collectives.reduce.reduce_memory or torch.empty  # of custom collectives, such as symmetric memory
+        memory, custom = group.storage.memory, group.collectives.reduce.reduce_memory  # such as symmetric memory
         # (input, output) pairs of the second of two hops.
         self._scattered: list[tuple[Tensor, Tensor]] = []
         # The reduce-scatter output, (layout.shard_numel,).
-        self._reduced_shard = message((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+        if custom is None:
+            self._reduced_shard = memory.empty(layout.shard_numel, "gradients", dtype=dtypes.reduce, device=device)
+        else:
+            self._reduced_shard = custom((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         # (reduce-scatter input, output) pairs of the packed and direct gradients; `_start_slices` makes those of slices.
         self._inputs = pack(
             group.reduction,
             grads,
             self._reduced_shard,
-            message,
+            custom or torch.empty,
             factor=self.factors.first,
             in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
         )
@@ -191,19 +194,20 @@ class Reduction:
         numel = group.shard_layout.shard_numel
         self._sum = self._reduced_shard
         if group.scatter is not None and not self.factors.deferred:
-            self._sum = torch.empty(numel, dtype=dtypes.reduce, device=device)
+            self._sum = memory.empty(numel, "gradients", dtype=dtypes.reduce, device=device)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
         # that has another dtype or memory that the next reduction overwrites.
         self._flat = self._sum
         grad_dtype = group.reduction.dtype
         # `.grad` must not use memory of a custom reduce-scatter, which the next reduction overwrites.
-        overwritten = message is not torch.empty and group.scatter is None
+        overwritten = custom is not None and group.scatter is None
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
-            self._flat = torch.empty(numel, dtype=grad_dtype, device=device)
+            self._flat = memory.empty(numel, "gradients", dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
         self._host: Tensor | None = None
         if group.storage.host and not self.factors.deferred:
-            self._host = torch.empty(numel, dtype=grad_dtype, device="cpu", pin_memory=group.storage.pinned)
+            home, pinned = group.storage.home, group.storage.pinned
+            self._host = memory.empty(numel, "host", dtype=grad_dtype, device=home, pinned=pinned)
 
     def _move(self, to: Stage) -> None:
         if (self.stage, to) not in MOVES:

@@ -16,9 +16,10 @@ from torch.autograd.profiler import record_function
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint
-from fullshard.comm.streams import Lane, Work, stream_for
+from fullshard.comm.streams import Work, stream_for
 from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
+from fullshard.core.memory import MEMORY, Memory
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.recovery import Recovery
@@ -55,6 +56,7 @@ class Runtime:
     Attributes:
         scheduler: decides what to unshard, reshard and reduce.
         communicator: streams, logs and process groups.
+        memory: allocates and frees the memory of groups.
         reducer: gradients between backward and `.grad`.
         backward: the backward in progress, and the units that it entered.
         listeners: follow the backwards (an extension point).
@@ -71,7 +73,7 @@ class Runtime:
         known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
         key = (device, comm.lanes)
         if key not in known:
-            known[key] = cls(device, comm.lanes or stream_for)
+            known[key] = cls(Communicator(device, comm.lanes or stream_for))
         return known[key]
 
     @classmethod
@@ -79,8 +81,8 @@ class Runtime:
         """Return the runtimes of this thread."""
         return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
-    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
-        self.communicator = Communicator(device, lanes)
+    def __init__(self, communicator: Communicator, memory: Memory = MEMORY) -> None:
+        self.communicator, self.memory = communicator, memory
         self.scheduler = Scheduler(self._can_prefetch)
         self.listeners: list[Listener] = []
         self.reducer = GradientReducer(self.communicator, self.listeners)

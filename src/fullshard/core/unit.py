@@ -613,7 +613,7 @@ class Unit:
                 subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct}"
                 log = self.runtime.communicator.log_of(axis)
                 groups.append(
-                    group_class(values[members[0]])(
+                    self.group_class(values[members[0]])(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,
@@ -635,6 +635,10 @@ class Unit:
             for parameter in group.parameters:
                 parameter.unit, parameter.group, parameter.unit_name = unit, ref, self.unit_name
         self._update_record()
+
+    def group_class(self, shard: Tensor) -> type[ParamGroup]:
+        """Return the class of the group of a parameter with this shard. Predictions of other engines have one of their own."""
+        return group_class(shard)
 
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of unsharded parameters when they are freed, or free it from now on."""
@@ -661,6 +665,7 @@ class Unit:
             pinned=pinned,
             direct=rule,
             mp=options.mp,
+            memory=self.runtime.memory.of_unit(self.unit_name),
         )
 
     def decide_gathers(self) -> None:
@@ -674,7 +679,7 @@ class Unit:
             group_class(parameter.local).check_gather(parameter)
         changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]
         if any(changed) or any(
-            group_class(parameter.local) is not type(group) for group in self.groups for parameter in group.parameters
+            self.group_class(parameter.local) is not type(group) for group in self.groups for parameter in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.gathers_decided = True

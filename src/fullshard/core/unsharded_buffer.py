@@ -15,6 +15,7 @@ from fullshard import _torch
 from fullshard.comm.base import StartedWork
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
+from fullshard.core.memory import MEMORY, Memory, Purpose
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
 
 
@@ -47,11 +48,13 @@ class Storage:
     pinned: bool  # shards in host memory are pinned, so that copies to the device do not block the host
     direct: DirectRule  # chooses the parameters with a collective of their own
     mp: MixedPrecisionPolicy  # passed to fsdp_pre_all_gather of tensor subclasses
+    memory: Memory = MEMORY  # allocates and frees
 
     @property
     def home(self) -> torch.device:
         """Device of the shards."""
-        return torch.device("cpu") if self.host else self.device
+        # On meta nothing has memory, in predictions of a step, and host memory stays on meta as well.
+        return torch.device("cpu") if self.host and self.device.type != "meta" else self.device
 
 
 def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
@@ -279,9 +282,16 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
+        self,
+        layout: GroupLayout,
+        dtypes: Dtypes,
+        collectives: GroupCollectives,
+        storage: Storage,
+        shard: Tensor,
+        purpose: Purpose = "gathered",
     ) -> None:
-        self.flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
+        self._memory = storage.memory
+        self.flat = self._memory.empty(layout.unsharded_numel, purpose, dtype=dtypes.compute, device=storage.device)
         self.keep = False
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
@@ -306,13 +316,13 @@ class FlatBuffer:
         """All-gather from now on from `shard`, the flat shard in new memory."""
         (storage, nbytes), was_freed = self._storages[0], not self.memory
         if was_freed:
-            storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
+            self._memory.resize(storage, nbytes)  # the plan takes slices of `flat`, which needs memory for that
         self._staging, self._custom_gather = [], None
         self._gather = self._plan(*self._planned_for, shard)
         self._storages[1:] = map(_sized, self._staging)
         self.release_staging()
         if was_freed:
-            storage.resize_(0)
+            self._memory.resize(storage, 0)
 
     def _plan(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
@@ -355,7 +365,7 @@ class FlatBuffer:
         # The subgroup's all-gather writes straight into the buffer, so it needs no staging memory.
         for storage, nbytes in self._storages if self._subgroup_gather is None else self._storages[:1]:
             if not self.keep or storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
-                storage.resize_(nbytes)
+                self._memory.resize(storage, nbytes)
         if self._subgroup_gather is not None or self._plan_custom is None:
             return self._subgroup_gather or self._gather
         if self._custom_gather is None:
@@ -371,13 +381,13 @@ class FlatBuffer:
             return
         self._custom_gather = self._subgroup_shard = None
         for storage, _ in self._storages[1:]:
-            storage.resize_(0)
+            self._memory.resize(storage, 0)
 
     def free(self) -> None:
         """Free the memory, unless it is kept. The tensors and their storages stay."""
         if not self.keep:
             for storage, _ in self._storages:
-                storage.resize_(0)
+                self._memory.resize(storage, 0)
 
     @property
     def memory(self) -> int:
@@ -397,7 +407,7 @@ class FlatBuffer:
             # The buffer is divided by elements and not by parameters, so this works for every layout, dtype and shard dim.
             part = self.flat.view(subgroup.ranks, -1)[subgroup.rank]
             if self._subgroup_shard is None or not self.keep:
-                self._subgroup_shard = torch.empty_like(part)
+                self._subgroup_shard = self._memory.empty(part.numel(), "gathered", dtype=part.dtype, device=part.device)
             self._subgroup_shard.copy_(part)
             self._subgroup_gather = PlannedAllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
 
