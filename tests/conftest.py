@@ -2,10 +2,12 @@
 deals tests to lanes."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import sys
 import tempfile
+import threading
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ APART = (
 
 
 FOLDER = pytest.StashKey[Path]()
+BUILDING = pytest.StashKey[threading.Thread]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,6 +91,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Fail if the tests or the library left a file of theirs in the temporary folder of the run."""
+    if (building := config.stash.get(BUILDING, None)) is not None:
+        building.join()  # leaves no compiler behind
     if (folder := config.stash.get(FOLDER, None)) is not None:
         harness.close_pools()
         left = sorted(path.name for path in folder.glob("fullshard*"))
@@ -127,6 +132,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.path.parent.name == "races" or item.path.name == "test_threads.py":
                 item.add_marker(crash)
+    first = getattr(config, "workerinput", {}).get("workerid", "gw0") == "gw0"
+    if first and not config.option.collectonly and any(item.path.parent.name == "device" for item in items):
+        _build_device(config)
+
+
+def _build_device(config: pytest.Config) -> None:
+    """Build the asynchronous device while other tests run. Those that need it wait for it, and say what the compiler said."""
+    import simulated
+
+    if simulated.compiler() is None or simulated.library().exists():
+        return
+    importlib.import_module("torch.utils.cpp_extension")  # now: a thread should import nothing beside tests that do
+
+    def build() -> None:
+        with contextlib.suppress(RuntimeError):
+            simulated.build()
+
+    config.stash[BUILDING] = threading.Thread(target=build)
+    config.stash[BUILDING].start()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -118,8 +118,35 @@ def host(rank: Rank) -> None:
 _KEPT: list[Any] = []
 
 
-def _program(rank: Rank, cwd: str, kind: str, program: str, arguments: list[str]) -> None:
-    """What `python` does with a module, a file or code, in a process that knows no tests."""
+def children(pid: int) -> list[int]:
+    """Processes that a process began; none where there is no /proc."""
+    found: list[int] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            found += [int(stat.parent.name)] if int(parent) == pid else []
+    return found
+
+
+def _abort_children() -> None:
+    """Have processes that this one began print where they are, and end."""
+    for pid in children(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+
+
+def _program(
+    rank: Rank, cwd: str, kind: str, program: str, arguments: list[str], environment: dict[str, str], patience: float
+) -> None:
+    """What `python` does with a module, a file or code, in a process that knows no tests.
+
+    patience: seconds until the processes that it began are aborted; 0 for never.
+    """
+    if patience:
+        timer = threading.Timer(patience, _abort_children)
+        timer.daemon = True
+        timer.start()
+    os.environ.update(environment)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(rank.folder / name, os.O_WRONLY | os.O_CREAT), number)
     for name, module in list(sys.modules.items()):
@@ -332,10 +359,25 @@ def script(program: str | Path, *arguments: str, cwd: Path | None = None) -> sub
     return _ran("file" if isinstance(program, Path) else "code", str(program), arguments, cwd or Path.cwd())
 
 
-def _ran(kind: str, program: str, arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(*arguments: str, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run the launcher, which starts new processes; those that do not end within these seconds say where they are."""
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return _ran("module", "torch.distributed.run", arguments, Path.cwd(), environment, patience=seconds)
+
+
+def _ran(
+    kind: str,
+    program: str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: dict[str, str] | None = None,
+    patience: float = 0.0,
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory(prefix="fullshard-command") as folder:
         facts = {"cwd": str(cwd), "kind": kind, "program": program, "arguments": list(arguments)}
-        (job,) = run_job(_program, 1, module="exits", folder=Path(folder), ends_fast=True, limit=120.0, **facts)
+        facts |= {"environment": environment or {}, "patience": patience}
+        limit = 120.0 if not patience else patience + 60.0
+        (job,) = run_job(_program, 1, module="exits", folder=Path(folder), ends_fast=True, limit=limit, **facts)
         out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
     assert job.code is not None, f"it did not end\n{out}\n{err}"
     return subprocess.CompletedProcess(arguments, job.code, out, err)

@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -146,43 +145,10 @@ def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def children(pid: int) -> list[int]:
-    """Processes that a process began; none where there is no /proc."""
-    found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = stat.read_text().rpartition(")")[2].split()[1]
-            found += [int(stat.parent.name)] if int(parent) == pid else []
-    return found
-
-
 def threads(pid: int) -> int:
     """How many threads a process has; 0 where there is no /proc."""
     tasks = Path(f"/proc/{pid}/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
-
-
-def launched(command: list[str], environment: dict[str, str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a launcher of rank processes. One that does not end fails the test with where its ranks are, and their stacks."""
-    environment = {**environment, "PYTHONFAULTHANDLER": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as launcher:
-        try:
-            out, err = launcher.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            workers = children(launcher.pid)
-            for number, pause in ((signal.SIGUSR1, 8.0), (signal.SIGABRT, 2.0), (signal.SIGKILL, 0.0)):
-                for pid in workers:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                time.sleep(pause)
-            launcher.kill()
-            try:
-                out, err = launcher.communicate(timeout=10.0)
-            except subprocess.TimeoutExpired:
-                out, err = "", f"processes that it began ({workers or 'none was found'}) still hold what it printed"
-            pytest.fail(f"it did not end within {seconds:g} seconds\n{out[-4000:]}\n{err[-20000:]}", pytrace=False)
-    return subprocess.CompletedProcess(command, launcher.returncode, out, err)
 
 
 def forks() -> multiprocessing.context.ForkServerContext:

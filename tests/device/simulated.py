@@ -50,15 +50,20 @@ def compiler() -> str | None:
     return shutil.which("g++") if os.uname().sysname == "Linux" else None
 
 
-def build() -> Path:
-    """Build it for the installed torch, unless that was done; half a minute. Raises CalledProcessError with what g++ said."""
+def library() -> Path:
+    """Where it is once it is built."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     folder = Path(__file__).parents[2] / "build" / "device"
-    built = folder / f"{torch.__version__}-{sysconfig.get_python_version()}-{digest}.so"
+    return folder / f"{torch.__version__}-{sysconfig.get_python_version()}-{digest}.so"
+
+
+def build() -> Path:
+    """Build it for the installed torch, unless that was done; half a minute. Raises RuntimeError with what g++ said."""
+    built = library()
     if built.exists():
         return built
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "building", "w") as lock:
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with open(built.with_name("building"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several lanes the first builds
         if not built.exists():
             _build(built)
@@ -170,4 +175,4 @@ def _settle(extension: Any) -> None:
         time.sleep(0.01)
 
 
-__all__ = ["NEEDS", "build", "compiler", "load", "settle_on"]
+__all__ = ["NEEDS", "build", "compiler", "library", "load", "settle_on"]

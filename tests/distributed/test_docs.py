@@ -98,7 +98,7 @@ def commands() -> list[str]:
     ]
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.parametrize("command", commands())
 def test_the_command_lines_on_foresight_run(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -300,10 +300,11 @@ def test_three_dims_and_weights_on_another_mesh(world: World) -> None:
 # --- what holds the shards ---
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(4)
 @pytest.mark.proves("44d")
+@pytest.mark.parametrize("name", ["all", "flat", "kept", "hybrid"])
 @ranks(4, 8)
-def test_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks(world: World) -> None:
+def test_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks(world: World, name: str) -> None:
     folder = world.folder("moves")
 
     def trained(mesh: DeviceMesh, states: StateSharding, number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -317,28 +318,24 @@ def test_a_checkpoint_moves_between_levels_meshes_and_numbers_of_ranks(world: Wo
 
     two = hybrid(2, world.size // 2)
     saved = {"all": (two, HFSDP), "flat": (world.mesh, ZERO3), "kept": (world.mesh, ZERO2), "hybrid": (two, ZERO3)}
-    states = {}
-    for name, (mesh, level) in saved.items():
-        model, optimizer = trained(mesh, level, 0)
-        states[name] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.save(states[name], checkpoint_id=folder / name)
-    expected = {name: full(value) for name, value in states["all"]["model"].items()}
-    moments = {key: full(value["exp_avg"]) for key, value in states["all"]["optimizer"]["state"].items()}
+    model, optimizer = trained(*saved[name], 0)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    expected = {key: full(value) for key, value in model.state_dict().items()}
+    moments = {key: full(value["exp_avg"]) for key, value in optimizer.state_dict()["state"].items()}
     for size in (1, 2, 3, 4) if world.size == 4 else (6, 7):
         group = dist.new_group(list(range(size)))
         mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1) if size % 2 == 0 else torch.arange(size))
         if world.rank < size:
-            for name in saved:
-                model, optimizer = trained(mesh, HFSDP if mesh.ndim == 2 else ZERO3, 1)
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                dcp.load(state, checkpoint_id=folder / name, process_group=group)
-                model.load_state_dict(state["model"])
-                optimizer.load_state_dict(state["optimizer"])
-                for key, value in model.state_dict().items():
-                    assert_near(full(value), expected[key], f"{key} of {name} on {size}")
-                for key, value in optimizer.state_dict()["state"].items():
-                    assert_near(full(value["exp_avg"]), moments[key], f"momentum {key} of {name} on {size}")
-                square(model(batch(2))).backward()
+            model, optimizer = trained(mesh, HFSDP if mesh.ndim == 2 else ZERO3, 1)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            dcp.load(state, checkpoint_id=folder, process_group=group)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            for key, value in model.state_dict().items():
+                assert_near(full(value), expected[key], f"{key} of {name} on {size}")
+            for key, value in optimizer.state_dict()["state"].items():
+                assert_near(full(value["exp_avg"]), moments[key], f"momentum {key} of {name} on {size}")
+            square(model(batch(2))).backward()
         dist.barrier()
 
 

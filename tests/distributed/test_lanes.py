@@ -127,6 +127,7 @@ def test_work_done_at_the_last_moment_changes_nothing(world: World, packed: bool
         train(world, comm, kind=kind, mp=mp)
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "checkpoint"])
 @ranks(4)
 def test_so_it_is_with_replicas_offload_any_dim_and_smaller_groups(world: World, kind: str) -> None:

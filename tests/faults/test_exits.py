@@ -7,7 +7,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import time
 from functools import partial
 from itertools import product
@@ -19,8 +18,7 @@ import chaos
 import pytest
 import torch
 import torch.distributed as dist
-from exits import TESTS, Job, Rank, free_port, meet, run_job, soon, together
-from harness import launched
+from exits import TESTS, Job, Rank, free_port, meet, run_job, soon, together, torchrun
 from models import Stack, batch, shard_stack, square
 from rotation import share
 from torch import nn
@@ -333,9 +331,7 @@ except RuntimeError as failure:
 
 def test_a_job_of_torchrun_ends_though_the_rank_that_failed_lives_on(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM.format(tests=TESTS))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = launched([*command, str(tmp_path / "program.py")], environment, 120.0)
+    ended = torchrun("--standalone", "--nproc-per-node", "2", str(tmp_path / "program.py"))
     assert ended.returncode != 0
     event = re.search(r"^event ([\d.]+)", ended.stderr, re.MULTILINE)
     assert event is not None, ended.stderr

@@ -54,11 +54,11 @@ def test_no_exception_behind_an_operation_leaves_a_race(name: str) -> None:
         assert not detector.races, f"behind operation {at}: {first_race(detector)}"
 
 
-def orders() -> dict[tuple[str, str], list[str]]:
-    """The orders that the named programs make, by function and kind, each with the programs that make it."""
+def orders(names: list[str]) -> dict[tuple[str, str], list[str]]:
+    """The orders that these programs make, by function and kind, each with the programs that make it."""
     found: dict[tuple[str, str], list[str]] = {}
-    for name, program in NAMED.items():
-        for key in run(program, Detector()).machine.orderings:
+    for name in names:
+        for key in run(NAMED[name], Detector()).machine.orderings:
             if key[1] != "query":  # which orders nothing
                 found.setdefault(key, []).append(name)
     return found
@@ -66,13 +66,14 @@ def orders() -> dict[tuple[str, str], list[str]]:
 
 def test_each_order_that_is_left_out_is_found() -> None:
     """Orders are left out by function: all that the function makes in a program. Those that others cover are listed, with reasons."""
-    every = orders()
-    assert len(every) >= 20
+    every = orders(rotation.share(list(NAMED), 4))
+    assert len(every) >= 20 or rotation.part() is not None
     missed = []
     for key in rotation.share(list(every)):
         drops = lambda site, kind, key=key: (site, kind) == key
+        names = dict.fromkeys([*every[key], *NAMED])
         if key not in COVERED and not any(
-            run(NAMED[name], Detector(seed, drops=drops)).races for seed in range(3) for name in every[key]
+            run(NAMED[name], Detector(seed, drops=drops)).races for name in names for seed in range(3)
         ):
             missed.append(key)
     assert not missed, missed

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import rotation
 from test_wings import FILES, SOURCE, imported, name_of
 
 from fullshard._torch import HONOURS_SUBCLASSES
@@ -21,7 +22,7 @@ REFUSED = {  # without these files, what is said of a use of them
     "fills": "sharded parameter 'weight' of unit '0': each shard would get the same numbers.",
     "subclasses": "Parameter 'weight' cannot be sharded: expected a plain torch.Tensor, got a Hooked, which no kind of group takes.",
 }
-FEATURES = sorted(path.stem for path in FILES if path.parent.name == "ext")
+FEATURES = rotation.share(sorted(path.stem for path in FILES if path.parent.name == "ext"), 4)
 
 # torch is imported once; a process for each copy of the package is forked from this one, and forks its second rank.
 TRAIN = """

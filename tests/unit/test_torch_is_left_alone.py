@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 SNAPSHOT = """
-import builtins, json, signal, sys, threading, types, warnings
+import builtins, json, os, signal, sys, threading, types, warnings
 import torch, torch.distributed as dist
 import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.tensor.parallel
 import torch._dynamo, torch.utils.checkpoint, torch.utils.flop_counter
@@ -84,7 +84,8 @@ def train(model, clip=nn.utils.clip_grad_norm_, optimizer=torch.optim.AdamW):
 def stack():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
-rank, store = int(sys.argv[1]), sys.argv[2]
+store, other = sys.argv[1], os.fork()
+rank = int(other == 0)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 
@@ -128,6 +129,7 @@ train(fullshard.fully_shard(stack(), mesh=mesh))
 fullshard.uninstall()
 if rank == 0:
     print(json.dumps([inside_install, changed(before)]))
+    assert not os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]), "rank 1 failed"
 """
 
 OURS = {  # torch's own registrations of hooks around the steps of all optimizers
@@ -138,16 +140,12 @@ OURS = {  # torch's own registrations of hooks around the steps of all optimizer
 
 @pytest.fixture(scope="module")
 def changes(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """What rank 0 of a fresh group prints, as JSON: after training, and in and after `install()`."""
+    """What rank 0 of a fresh group prints, as JSON: after training, and in and after `install()`. It forks rank 1."""
     folder = tmp_path_factory.mktemp("left-alone")
     command = [sys.executable, "-W", "ignore", "-c", SNAPSHOT + STEP + INSTALL]
-    ranks = [
-        subprocess.Popen([*command, str(rank), f"{folder}/store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(error[-2000:] for _, error in said)
-    return [json.loads(line) for line in said[0][0].splitlines()[-2:]]
+    ran = subprocess.run([*command, f"{folder}/store"], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()[-2:]]
 
 
 def test_sharding_and_training_replace_nothing_in_torch_and_python(changes: list[list[Any]]) -> None:
