@@ -91,6 +91,14 @@ def job(
     rank.say("saved", calls=calls[0])
 
 
+def copies(of: Path, calls: int) -> dict[int, Path]:
+    """By the numbers of calls that are tried, the first one among them, a copy of a directory, which is alone in its own."""
+    found = {number: of.parent / f"call {number}" / of.name for number in sorted({1, *share(range(1, calls + 1))})}
+    for folder in found.values():
+        shutil.copytree(of, folder, symlinks=True)
+    return found
+
+
 def saved(
     folder: Path,
     *,
@@ -123,7 +131,7 @@ def saved(
 def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
     victims: list[int], background: bool, tmp_path: Path
 ) -> None:
-    old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "checkpoint"
+    old, new = tmp_path / "old", tmp_path / "new"
     assert all(rank.code == 0 for rank in saved(old, victims=[], number=0, background=False, seed=1))
     shutil.copytree(old, new)
     done = saved(new, victims=[], number=0, background=background, seed=2)
@@ -132,10 +140,9 @@ def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_
     assert before != after and before.keys() == after.keys()
     calls = max(done[victim].first("saved")["calls"] for victim in victims)
     seen = []
-    for number in share(range(1, calls + 1)):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(old, folder)
-        ended = saved(folder, victims=victims, number=number, background=background, seed=2)
+    folders = copies(old, calls)
+    jobs = [partial(saved, f, victims=victims, number=n, background=background, seed=2) for n, f in folders.items()]
+    for (number, folder), ended in zip(folders.items(), together(jobs)):
         assert -signal.SIGKILL in [rank.code for rank in ended], str(ended)
         assert all(rank.code is not None for rank in ended), f"a rank hangs after call {number}: {ended}"
         found = contents(folder)
@@ -148,26 +155,27 @@ def test_a_rank_that_is_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_
                 fullshard.save_weights(Net(), folder)
         elif commit.staging_path(folder).exists():  # empty as yet
             fullshard.save_weights(Net(), folder)
-        assert not list(tmp_path.glob(".*"))
+        assert not list(folder.parent.glob(".*"))
     assert False in seen and seen == sorted(seen), "it is the new one from some call on"
 
 
 def test_a_rank_that_is_killed_at_any_call_leaves_whole_weights_in_a_directory_that_stays(tmp_path: Path) -> None:
-    old, folder = tmp_path / "old", tmp_path / "checkpoint"
+    old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     assert saved(old, victims=[], number=0, background=False, seed=1, stays=True)[0].code == 0
-    shutil.copytree(old, folder)
-    done = saved(folder, victims=[], number=0, background=False, seed=2, stays=True)
-    before, after = whole(old), whole(folder)
+    shutil.copytree(old, new)
+    again = partial(saved, victims=[], number=0, background=False, seed=2, stays=True)
+    done = again(new)
+    before, after = whole(old), whole(new)
     assert before != after
     seen = []
-    for number in share(range(1, done[0].first("saved")["calls"] + 1)):
-        shutil.rmtree(folder)
-        shutil.copytree(old, folder)
-        ended = saved(folder, victims=[0], number=number, background=False, seed=2, stays=True)
+    folders = copies(old, done[0].first("saved")["calls"])
+    jobs = [partial(saved, f, victims=[0], number=n, background=False, seed=2, stays=True) for n, f in folders.items()]
+    for folder, ended in zip(folders.values(), together(jobs)):
         assert ended[0].code == -signal.SIGKILL and ended[1].code is not None, str(ended)
         seen.append(whole(folder))
-        assert saved(folder, victims=[], number=0, background=False, seed=2, stays=True)[0].code == 0
+    for folder, ended in zip(folders.values(), together([partial(again, folder) for folder in folders.values()])):
+        assert ended[0].code == 0, str(ended)
         assert whole(folder) == after and len(os.listdir(folder)) == len(os.listdir(old)), "nothing is left over"
     assert set(seen) <= {before, after} and seen == sorted(seen, key=[before, after].index)
 
@@ -182,18 +190,17 @@ def whole(folder: Path) -> str:
 
 
 def test_a_rank_that_is_killed_at_any_call_leaves_the_link_at_a_whole_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, before = tmp_path / "run", tmp_path / "before"
     for step in (1, 2):
         assert all(rank.code == 0 for rank in saved(run, victims=[], number=0, background=False, seed=step, step=step))
-    shutil.copytree(run, tmp_path / "before", symlinks=True)
+    shutil.copytree(run, before, symlinks=True)
     done = saved(run, victims=[], number=0, background=False, seed=3, step=3)
     whole = {step: contents(run / f"step-{step}") for step in (2, 3)}
     assert not (run / "step-1").exists()
     seen = []
-    for number in share(range(1, done[0].first("saved")["calls"] + 1)):
-        shutil.rmtree(run)
-        shutil.copytree(tmp_path / "before", run, symlinks=True)
-        ended = saved(run, victims=[0], number=number, background=False, seed=3, step=3)
+    folders = copies(before, done[0].first("saved")["calls"])
+    jobs = [partial(saved, f, victims=[0], number=n, background=False, seed=3, step=3) for n, f in folders.items()]
+    for (number, run), ended in zip(folders.items(), together(jobs)):
         assert ended[0].code == -signal.SIGKILL and ended[1].code is not None, str(ended)
         step = int(os.readlink(run / "latest").removeprefix("step-"))
         assert contents(run / "latest") == whole[step], f"no whole step after call {number}"
