@@ -210,6 +210,7 @@ def test_managed_modules_carry_the_marks_that_dynamo_looks_for(world: World) -> 
         assert marks == ([None, None] if id(module) in left_out else [True, True]), name
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon"])
 @ranks(2)
 def test_a_compiled_step_of_an_optimizer_gives_what_eager_gives(world: World, kind: str) -> None:

@@ -35,7 +35,7 @@ def full(value: Any) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.proves("4d")
 @pytest.mark.parametrize("options", [{}, {"warmup": 10}, {"every": 2}])
 @pytest.mark.parametrize("cut", CUTS)

@@ -64,7 +64,7 @@ def shard(model: Vision, world: World, reshard: bool | None, root: bool, states:
     return model
 
 
-@pytest.mark.rotates(4)
+@pytest.mark.rotates(8)
 @pytest.mark.proves("1d")
 @pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("recompute", [False, True])

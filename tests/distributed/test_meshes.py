@@ -266,6 +266,7 @@ def test_every_legal_factor(world: World) -> None:
 # --- any dim -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     "mp", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
 )

@@ -115,6 +115,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("place", PLACES)
 @ranks(4)
 def test_on_every_mesh_and_level(world: World, place: str) -> None:

@@ -37,7 +37,7 @@ from fullshard.core import layout
 PACKED, DIRECT = CommPolicy(direct_min_bytes=float("inf")), CommPolicy(direct_min_bytes=0)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("reshard", [True, False, None])
 @pytest.mark.parametrize("layout", ["packed", "direct", "default"])
 @ranks(1, 2, 3, 4)
@@ -493,7 +493,7 @@ def test_low_precision_accumulates_in_the_reduce_dtype(world: World) -> None:
     assert model.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["packed", "direct"])
 @ranks(1, 2, 3, 4)
@@ -535,7 +535,7 @@ KINDS = {
 }
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2, 4)
 def test_gradients_of_two_ranks_are_bit_for_bit_those_of_ddp_and_fsdp2(world: World, kind: str) -> None:

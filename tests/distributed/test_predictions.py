@@ -248,7 +248,7 @@ def test_memory_and_messages_of_muon_are_predicted(world: World, options: str, b
     assert 0.99 * ledger.peak <= in_step <= 1.01 * ledger.peak + 4 * DIM * 4 * DIM, (ledger.peak, in_step)
 
 
-@pytest.mark.rotates(8)
+@pytest.mark.rotates(16)
 @pytest.mark.parametrize("mp", [None, torch.bfloat16])
 @pytest.mark.parametrize("level", [*PRESETS, "HSDP"])
 @ranks(1, 2, 4, 8)

@@ -115,14 +115,14 @@ def check(job: Any, *, shards: int) -> None:
 CUTS = [("rows", 2), ("columns", 2), ("hybrid", 4)]
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("cut, size", CUTS)
 def test_loading_takes_shards_and_a_buffer(cut: str, size: int, dtype: str | None) -> None:
     check(run_job(loading, size, limit=120.0, ends_fast=True, cut=cut, dtype=dtype), shards=1)
 
 
-@pytest.mark.rotates(3)
+@pytest.mark.rotates(6)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("cut, size", CUTS)
 def test_saving_takes_a_buffer(cut: str, size: int, dtype: str | None) -> None:
@@ -135,7 +135,7 @@ def test_saving_in_the_background_takes_a_copy_of_the_rows_and_a_buffer(cut: str
     check(run_job(saving, size, limit=120.0, ends_fast=True, cut=cut, dtype=None, background=True), shards=1)
 
 
-@pytest.mark.rotates(8)
+@pytest.mark.rotates(16)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("cut, dim", [("rows", 512), ("columns", 512), ("rows", 30), ("columns", 30), ("hybrid", 512)])

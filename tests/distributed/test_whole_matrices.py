@@ -365,6 +365,7 @@ def test_the_peak_of_a_call_is_that_of_the_plan(world: World, bucket_nbytes: int
 # --- whole_view ---
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("place", ["flat", *PLACES])
 @ranks(4)
 def test_an_optimizer_of_whole_matrices_on_every_mesh(world: World, place: str) -> None:

@@ -99,6 +99,7 @@ def refusal(call: Callable[[], Any]) -> str:
 # --- training -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("strategy", list(ShardingStrategy), ids=lambda strategy: strategy.name)
 @ranks(2, 4)
 def test_every_strategy_trains_as_the_plain_model(world: World, strategy: ShardingStrategy) -> None:

@@ -39,7 +39,7 @@ def test_no_program_has_a_race(name: str) -> None:
 
 
 @pytest.mark.proves("9a")
-@rotation.random_cases(500)
+@rotation.random_cases(320)
 @given(program=PROGRAMS, seed=st.integers(0, 1000))
 def test_no_random_program_has_a_race(program: Program, seed: int) -> None:
     detector = run(program, Detector(seed))

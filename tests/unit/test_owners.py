@@ -70,6 +70,7 @@ def llama(layers: int, dim: int, kv: int, hidden: int) -> list[tuple[str, tuple[
     return [(f"layers.{layer}.{name}", shape) for layer in range(layers) for name, shape in shapes.items()]
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize(
     "model, most",
     [(llama(32, 4096, 1024, 14336), {8: 1.01, 64: 1.06, 128: 1.06}), (llama(80, 8192, 1024, 28672), {64: 1.012, 128: 1.012})],
