@@ -25,8 +25,7 @@ import fullshard
 from fullshard import CheckPolicy, StateError
 from fullshard.comm import streams
 from fullshard.core import reduction
-from fullshard.core.backward import BackwardHook
-from fullshard.core.hooks import ForwardHooks
+from fullshard.core.hooks import BackwardHook, ForwardHooks
 from fullshard.core.late_grads import LateGradHook
 from fullshard.core.runtime import Runtime
 from fullshard.core.units import unit_of

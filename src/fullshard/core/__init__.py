@@ -29,7 +29,7 @@ module_tree.py         depth-first walk over modules: the parameters and buffers
 unit_modules.py        the modules of a unit: their place in the model, their hooks, which of them run
 hooks.py               module, autograd and state-dict hooks, which call the unit
 unit_options.py        UnitOptions: the options of one unit, resolved
-backward.py            hooks on autograd graphs, and the backward in progress
+backward.py            the backward in progress
 extension_points.py    functions that features outside of the engine add, called for every unit
 recovery.py            finds what an exception or an interrupt broke off, and has the runtime reset it
 late_grads.py          gradients that arrive without a hook on an output
@@ -43,12 +43,19 @@ from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
-from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.communicator import CollectiveCall, abort_groups
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.heartbeat import SentHeartbeat, message_length
-from fullshard.core.hooks import cast_floats, install_hooks, remove_hooks, remove_hooks_from_copies, tensors_in
+from fullshard.core.hooks import (
+    BackwardHook,
+    cast_floats,
+    hook_node,
+    install_hooks,
+    remove_hooks,
+    remove_hooks_from_copies,
+    tensors_in,
+)
 from fullshard.core.layout import (
     LARGE_MESSAGE,
     MIN_CHUNK,

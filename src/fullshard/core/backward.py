@@ -1,80 +1,16 @@
-"""Hooks on autograd graphs, by which a unit learns that its backward begins, and the backward in progress."""
+"""The backward in progress: the units that it entered, its end, and whether it raised."""
 
 from __future__ import annotations
 
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from fullshard import _torch
-from fullshard.core.scheduler import ForwardCall
 from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 
-_CHAIN = "fullshard"  # key in the metadata of a node
 PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop a backward that raised
-
-
-class BackwardHook:
-    """Hook on the graph of one call. It runs when the call's backward begins; its deletion means that no backward will come."""
-
-    __slots__ = ("__weakref__", "_call", "_reached", "_task", "_unit")
-
-    def __init__(self, unit: Unit, call: ForwardCall) -> None:
-        self._unit, self._call, self._task, self._reached = unit, call, -1, False
-        unit.runtime.scheduler.expect_backward(call)
-
-    def __call__(self, *_: object) -> None:
-        """Enter the unit's backward, before its first node, once per backward."""
-        task = _torch.current_graph_task()
-        if task == self._task:
-            return
-        self._task = task
-        try:
-            self._unit.pre_backward(self._call)
-            if not self._reached:
-                self._forget()
-        except BaseException as failure:
-            self._unit.runtime.recovery.note_interrupt(failure)
-            raise
-
-    def __del__(self) -> None:
-        if not self._reached:
-            self._forget()
-
-    def _forget(self) -> None:
-        """Record that the graph no longer needs the unit."""
-        self._reached = True
-        self._unit.runtime.scheduler.graph_released(self._call)
-
-
-class NodeHooks:
-    """The hooks on one node of a graph, outermost call first. Nested units may return the same tensor."""
-
-    __slots__ = ("__weakref__", "_hooks")
-
-    def __init__(self) -> None:
-        self._hooks: list[BackwardHook] = []
-
-    @staticmethod
-    def on(node: Any) -> NodeHooks:
-        """Return the hooks of a node, creating them if needed."""
-        found: NodeHooks | None = node.metadata.get(_CHAIN)
-        if found is None:
-            found = node.metadata[_CHAIN] = NodeHooks()
-            node.register_prehook(found)
-        return found
-
-    def add(self, hook: BackwardHook) -> None:
-        """Add the hook of a call that ended after the calls of the other hooks."""
-        if hook not in self._hooks:
-            self._hooks.append(hook)
-
-    def __call__(self, *grads: object) -> None:
-        """Run the hooks before the node, latest call first."""
-        for hook in reversed(self._hooks):
-            hook(*grads)
 
 
 class RunningBackward:
@@ -154,4 +90,4 @@ class FinalCallback:
         self._leave()
 
 
-__all__ = ["BackwardHook", "NodeHooks", "RunningBackward"]
+__all__ = ["RunningBackward"]

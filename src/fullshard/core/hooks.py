@@ -1,4 +1,4 @@
-"""Module hooks, autograd graph hooks and state-dict hooks of a unit. They only call the unit."""
+"""Module hooks, hooks on autograd graphs, and state-dict hooks of a unit. They only call the unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fullshard import _torch
-from fullshard.core.backward import BackwardHook, NodeHooks
 from fullshard.core.extension_points import BEFORE_STATE_DICT
 from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.scheduler import ForwardCall, Residency
@@ -109,7 +108,7 @@ class ForwardHooks:
         dtype = mp.param_dtype if mp.cast_forward_inputs else None
         device = unit.runtime.communicator.async_device
         if device is not None and _torch.current_graph_task() == -1:  # a recomputation does what the forward did
-            unit.progress.moves_inputs = unit.runtime.scheduler.outermost() == unit.record.number
+            unit.progress.moves_inputs = unit.runtime.scheduler.running[0].unit == unit.record.number
         if device is not None and unit.progress.moves_inputs:
             args, kwargs = move_tensors(args, device), move_tensors(kwargs, device)
         elif dtype is None:
@@ -142,9 +141,58 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
             hook_late_grads(unit)
         for node in _torch.graph_nodes(tensor):
             if node is not None:
-                hook = hook or BackwardHook(unit, call)
-                NodeHooks.on(node).add(hook)
+                if hook is None:
+                    hook = BackwardHook(unit, call)
+                hooks = node.metadata.setdefault(_HOOKS, [])
+                if hooks:
+                    hook_node(node, hook)
+                else:
+                    hooks.append((hook, node.register_prehook(hook)))
     return hook is not None
+
+
+_HOOKS = "fullshard"  # key in the metadata of a node: its hooks and their handles, in the order in which they run
+
+
+def hook_node(node: Any, hook: Callable[..., None]) -> None:
+    """Run `hook` before a node of a graph, once, and before its other hooks: nested units may return the same tensor."""
+    hooks = node.metadata.setdefault(_HOOKS, [])
+    if any(one is hook for one, _ in hooks):
+        return
+    for _, handle in hooks:  # a node runs its hooks in the order of their registration
+        handle.remove()
+    hooks[:] = [(one, node.register_prehook(one)) for one in (hook, *(one for one, _ in hooks))]
+
+
+class BackwardHook:
+    """Hook on the graph of one call. It runs when the call's backward begins; its deletion means that no backward will come."""
+
+    __slots__ = ("__weakref__", "_call", "_reached", "_task", "_unit")
+
+    def __init__(self, unit: Unit, call: ForwardCall) -> None:
+        self._unit, self._call, self._task, self._reached = unit, call, -1, False
+        unit.runtime.scheduler.expect_backward(call)
+
+    def __call__(self, *_: object) -> None:
+        """Enter the unit's backward, before its first node, once per backward."""
+        task = _torch.current_graph_task()
+        if task == self._task:
+            return
+        self._task = task
+        try:
+            self._unit.pre_backward(self._call)
+        except BaseException as failure:
+            self._unit.runtime.recovery.note_interrupt(failure)
+            raise
+        self._release()
+
+    def _release(self) -> None:
+        """Record that the graph needs the unit no longer: its backward has begun, or it is freed."""
+        if not self._reached:
+            self._reached = True
+            self._unit.runtime.scheduler.graph_released(self._call)
+
+    __del__ = _release
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -261,9 +309,11 @@ def install_hooks(unit: Unit) -> None:
 
 
 __all__ = [
+    "BackwardHook",
     "ForwardHooks",
     "StateHooks",
     "cast_floats",
+    "hook_node",
     "hook_outputs",
     "install_hooks",
     "map_tensors",

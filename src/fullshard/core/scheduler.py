@@ -135,6 +135,9 @@ class UnitRecord:
     policy: KeepAfterForward = field(init=False)
     stays_after_backward: bool = field(init=False)
 
+    # Number of units to prefetch at most, from `options`; their bytes may allow fewer.
+    ahead: int = field(init=False)
+
     # Bytes of the unsharded parameters.
     nbytes: int = 0
 
@@ -184,6 +187,7 @@ class UnitRecord:
         kept = options.states.keeps_parameters
         self.policy = KeepAfterForward.KEPT if kept else options.keep_after_forward
         self.stays_after_backward = kept or options.keep_after_backward
+        self.ahead = 1 if options.comm.prefetch_bytes is None else _MAX_PREFETCHED
 
     def enter_resident(self) -> bool:
         """Count a resident() block that begins. Return True if it is the outermost one."""
@@ -388,7 +392,7 @@ class Scheduler:
         self.running.append(ForwardCall(unit, self.clock, self.clock))
         record = self._records[unit]
         record.running += 1
-        expected = self.forward_order.expect(unit, 1 if record.options.comm.prefetch_bytes is None else _MAX_PREFETCHED)
+        expected = self.forward_order.expect(unit, record.ahead)
         in_backward = len(self._entered) > 0
         return actions + self._unshard_and_prefetch(record, expected, record.next_forward, stale=stale, in_backward=in_backward)
 
@@ -439,7 +443,12 @@ class Scheduler:
             and the actions.
         """
         self.clock += 1
-        *closed, call = self._end_call(unit, since)
+        closed: list[ForwardCall] = []
+        if self.running and self.running[-1].unit == unit:
+            call = ForwardCall(unit, self.running.pop().start, self.clock)
+            self._records[unit].running -= 1
+        else:
+            *closed, call = self._end_call(unit, since)
         actions: list[Action] = []
         for inner in closed:
             record = self._records[inner.unit]
@@ -552,7 +561,8 @@ class Scheduler:
             record.pending_backwards -= 1
         if call.copied:
             return actions
-        expected, needed = self._expect_in_backward(call), record.options.in_backward
+        expected = self.backward_order.expect(call.unit, record.ahead) or self._expect_as_forward(call)
+        needed = record.options.in_backward
         return actions + self._unshard_and_prefetch(
             record, expected, record.next_backward, stale=stale, in_backward=True, itself=needed
         )
@@ -574,7 +584,8 @@ class Scheduler:
         self._recomputing.append(unit)
         if unit in self._entered and record.had_grad:  # `before_backward` has prefetched the next unit already
             return actions + self._unshard_and_prefetch(record, (), (), stale=stale, in_backward=True)
-        expected, in_backward = self._expect_in_backward(record.last), len(self._entered) > 0
+        expected = self.backward_order.expect(unit, record.ahead) or self._expect_as_forward(record.last)
+        in_backward = len(self._entered) > 0
         return actions + self._unshard_and_prefetch(
             record, expected, record.next_backward, stale=stale, in_backward=in_backward
         )
@@ -671,17 +682,12 @@ class Scheduler:
         """Return True if the unit was prefetched in the running forward or backward."""
         return self._prefetched.get(unit) == self._phase
 
-    def _expect_in_backward(self, call: ForwardCall) -> list[int]:
-        """Return the units that the backward needs after `call`, soonest first.
+    def _expect_as_forward(self, call: ForwardCall) -> list[int]:
+        """Return the unit that the backward needs after `call`, where no order is known or the backward has left it.
 
-        Where no order is known, or the backward has left it, it follows the forward: it expects the latest pending call before
-        this one, in the same outermost forward, since calls of other outermost forwards may be of models that some ranks
-        deleted.
+        That is the unit of the latest pending call before this one, in the same outermost forward, since calls of other
+        outermost forwards may be of models that some ranks deleted.
         """
-        budget = self._records[call.unit].options.comm.prefetch_bytes
-        expected = self.backward_order.expect(call.unit, 1 if budget is None else _MAX_PREFETCHED)
-        if expected:
-            return expected
         begin = self.start_of_outermost(call)
         for other in reversed(self._pending.values()):
             if begin < other.start < call.start:
@@ -719,21 +725,22 @@ class Scheduler:
         if itself and record.residency is Residency.SHARDED:
             order = self.backward_order if in_backward else self.forward_order
             self.stats.missed += order.has_left
-            actions.append(self._start_unshard(record))
+            self.stats.gathers += 1
+            record.residency = Residency.GATHERING
+            actions.append(Unshard(unit))
         if record.residency is Residency.GATHERING:
             self._prefetched.pop(unit, None)
             record.residency = Residency.FULL
             actions.append(Wait(unit))
-        chosen = self._choose(record, expected, by_user, in_backward=in_backward) if expected or by_user else []
-        for other in chosen:
-            actions.append(self._start_unshard(self._records[other]))
+        if expected or by_user:
+            actions += self._prefetch(record, expected, by_user, in_backward=in_backward)
         return actions
 
-    def _choose(
+    def _prefetch(
         self, record: UnitRecord, expected: Sequence[int], by_user: Sequence[int] | None, *, in_backward: bool
-    ) -> list[int]:
-        """Choose the units to prefetch while the unit of `record` computes."""
-        chosen: list[int] = []
+    ) -> list[Action]:
+        """Start unsharding the units to prefetch while the unit of `record` computes."""
+        actions: list[Action] = []
         budget = record.options.comm.prefetch_bytes  # None: one unit
         for unit in expected if by_user is None else by_user:
             other = self._records.get(unit)
@@ -742,11 +749,11 @@ class Scheduler:
             is_over = len(self._prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
             if by_user is None and is_over:
                 break
-            if other.residency is Residency.SHARDED and unit not in chosen and (other.options.in_backward or not in_backward):
-                chosen.append(unit)
+            if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
                 self._prefetched[unit] = self._phase
-        self.stats.prefetched += len(chosen)
-        return chosen
+                actions.append(self._start_unshard(other))
+        self.stats.prefetched += len(actions)
+        return actions
 
     def _prefetched_bytes(self) -> int:
         return sum(self._records[unit].nbytes for unit in self._prefetched)

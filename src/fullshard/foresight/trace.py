@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import Message, NodeHooks, cast_floats, tensors_in
+from fullshard.core import Message, cast_floats, hook_node, tensors_in
 from fullshard.foresight.kernels import fused_kernels, host_kernels
 from fullshard.foresight.precision import NO_CASTS, Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
@@ -567,7 +567,7 @@ class _TraceMode(_torch.TorchDispatchMode):
                 if hook is None:
                     self._calls += 1
                     hook = _BackwardBeginHook(self, BackwardBegins(name, self._calls))
-                NodeHooks.on(tensor.grad_fn).add(hook)  # type: ignore[arg-type]
+                hook_node(tensor.grad_fn, hook)
         call = -1 if hook is None else hook.event.call
         self.events.append(ForwardEnds(name, call, torch.is_grad_enabled(), _torch.current_graph_task() != -1))
 
