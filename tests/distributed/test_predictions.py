@@ -313,14 +313,14 @@ def test_memory_of_kept_gradients_is_predicted_in_the_accumulate_dtype(world: Wo
 def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothing_is_changed(world: World) -> None:
     model, optimizer = sharded(world)
     runtime = next(iter(fullshard.core.units_of(model, True))).runtime  # type: ignore[attr-defined]
-    before = (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
+    before = (runtime._around, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     x = torch.randn(ROWS, DIM)
     with fullshard.record(model) as run:
         with pytest.raises(fullshard.StateError, match=r"still being recorded. Read its figures after the `with` block"):
             _ = run.steps
         for _ in range(4):
             step(model, optimizer, x)
-    assert before == (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
+    assert before == (runtime._around, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     spans = Counter((span.lane, span.unit) for span in run.spans)
     for name in ("0", "1", "2"):
         assert spans["gather", name] >= 1 and spans["reduce", name] == 1 and spans["wait", name] >= 2
@@ -329,7 +329,7 @@ def test_a_run_says_on_which_lane_what_was_sent_and_waited_for_and_off_it_nothin
     assert run.peak is None and 0 < sum(run.waiting.values()) < sum(run.steps)
     with pytest.raises(ZeroDivisionError), fullshard.record(model):
         raise ZeroDivisionError
-    assert before == (runtime._actions, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
+    assert before == (runtime._around, runtime.communicator.all_gather_stream, runtime.communicator.reduce_scatter_stream)
     with fullshard.record(model) as short:
         step(model, optimizer, x)
     with pytest.raises(fullshard.StateError, match="at least two optimizer steps"):

@@ -14,19 +14,15 @@ from fullshard.comm.streams import DeviceStream, InFlight, _DeviceWork
 from fullshard.core.heartbeat import Heartbeats
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
-from fullshard.core.runtime import Runtime
 from fullshard.optim.owner_exchange import OwnerExchange
 
 Patch = tuple[Any, str, Any]
 
 
-def staging_before_the_wait(executor: Any, unit: Any) -> None:
-    for group, work in executor._gathering[unit.record.number]:
-        group.finish_all_gather()
-        work.wait()
-    del executor._gathering[unit.record.number]
-    if unit.record.is_pinned:
-        unit.expose()
+def staging_before_the_wait(group: Any, *arguments: Any, gather: Any = ParamGroup.start_all_gather) -> Any:
+    work = gather(group, *arguments)
+    group.finish_all_gather()
+    return work
 
 
 def memory_without_a_wait(in_flight: Any) -> None:
@@ -93,11 +89,11 @@ def sum_as_the_hop_is_sent(reduction: Any, work: Any, sent: Any = Reduction.note
         reduction._reduced_shard = reduction._sum
 
 
-def given_back_as_it_is_read(executor: Any, unit: Any, wait: Any = Runtime._wait) -> None:
-    for group, _ in executor._gathering[unit.record.number]:
-        if group.two_hops:
-            group._inner_shard.free()
-    wait(executor, unit)
+def given_back_as_it_is_read(group: Any, *arguments: Any, gather: Any = ParamGroup.start_all_gather) -> Any:
+    work = gather(group, *arguments)
+    if group.two_hops:
+        group._inner_shard.free()
+    return work
 
 
 def matrices_as_they_are_sent(exchange: Any, *arguments: Any, send: Any = OwnerExchange._send) -> Any:
@@ -125,7 +121,7 @@ def on_stream(stream: Any, fn: Any, *args: Any) -> None:
 
 
 FAULTS: dict[str, tuple[Patch, ...]] = {
-    "staging of a gather is freed before the wait": ((Runtime, "_wait", staging_before_the_wait),),
+    "staging of a gather is freed before the wait": ((ParamGroup, "start_all_gather", staging_before_the_wait),),
     "messages of a reduction are freed as they are sent": ((Reduction, "note_started", messages_as_they_are_sent),),
     "pages of heartbeats are used again as they are sent": ((Heartbeats, "release", pages_as_they_are_sent),),
     "a lane starts before it waits": ((DeviceStream, "run", lane("start before the wait")),),
@@ -148,7 +144,7 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "whole matrices are read before they arrive": ((OwnerExchange, "_wait", as_they_are_sent("matrices to their owners")),),
     "the second of two hops does not wait for the first": ((DeviceStream, "run", lane("hops at once")),),
     "sums over shards are freed as the hop over replicas is sent": ((Reduction, "note_started", sum_as_the_hop_is_sent),),
-    "the result of a hop is freed before the second one has read it": ((Runtime, "_wait", given_back_as_it_is_read),),
+    "the result of a hop is freed before the second one has read it": ((ParamGroup, "start_all_gather", given_back_as_it_is_read),),
     "nothing waits for copies of the host's memory": ((ParamGroup, "synchronize_host", lambda group: None),),
 }
 

@@ -143,11 +143,7 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
             if node is not None:
                 if hook is None:
                     hook = BackwardHook(unit, call)
-                hooks = node.metadata.setdefault(_HOOKS, [])
-                if hooks:
-                    hook_node(node, hook)
-                else:
-                    hooks.append((hook, node.register_prehook(hook)))
+                hook_node(node, hook)
     return hook is not None
 
 

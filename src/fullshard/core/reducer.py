@@ -44,13 +44,14 @@ class GradientReducer:
     with hooks on their parameters get theirs earlier, since the hooks run as soon as the gradients are reduced.
 
     Attributes:
+        in_flight: the reduce-scatters, and the all-gathers of deleted units.
         merged: True if reductions in flight contain gradients that earlier backwards kept.
         decided: the reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
     """
 
     def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:
         self._communicator, self._listeners = communicator, listeners
-        self._in_flight = InFlight()  # reduce-scatters, and the all-gathers of deleted units
+        self.in_flight = InFlight()
         self._replicating = InFlight()  # all-reduces over replicas
         self._heartbeats = Heartbeats(communicator)
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
@@ -67,7 +68,7 @@ class GradientReducer:
 
     def __len__(self) -> int:
         """Return the number of collectives in flight."""
-        return len(self._in_flight) + len(self._replicating)
+        return len(self.in_flight) + len(self._replicating)
 
     @property
     def _undelivered(self) -> list[tuple[Unit, Reduction]]:
@@ -76,7 +77,7 @@ class GradientReducer:
 
     def track(self, work: Work, on_done: Callable[[], None]) -> None:
         """Keep the memory of `work` alive until it has been waited for, then call `on_done`, which frees the memory."""
-        self._in_flight.push(work, on_done, polled=False)
+        self.in_flight.push(work, on_done, polled=False)
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None], *, last: bool = False) -> None:
         """Start to reduce the gradients of a group or, if its unit does not reduce in this backward, keep them on this rank.
@@ -92,7 +93,7 @@ class GradientReducer:
             self._keeping[unit.number] = unit
             return
         limit = unit.options.comm.reductions_in_flight
-        self._in_flight.make_room(limit)
+        self.in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._commit_early(self._hooked.popleft())
         merged = group.grads.merge(grads)
@@ -123,7 +124,7 @@ class GradientReducer:
         # the CPU the all-reduce starts when the reduce-scatter is waited for. Do not poll either if the allocation of memory is
         # a collective (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
-        self._in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
+        self.in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
         if reduction.factors.has_second_step:
             work = communicator.send(
                 communicator.all_reduce_stream,
@@ -145,13 +146,13 @@ class GradientReducer:
 
     def poll(self) -> None:
         """Free the memory of collectives that have completed."""
-        self._in_flight.poll()
+        self.in_flight.poll()
         if self._replicates:
             self._replicating.poll()
 
     def drain(self) -> None:
         """Wait for all collectives in flight."""
-        self._in_flight.drain()
+        self.in_flight.drain()
         self._replicating.drain()
 
     def is_undelivered(self, unit: Unit) -> bool:
@@ -175,7 +176,7 @@ class GradientReducer:
         if any(owner is unit for owner, _ in self._undelivered) or any(
             group.grads.deferred is not None for group in unit.groups
         ):
-            self._in_flight.drain_quietly()
+            self.in_flight.drain_quietly()
             self._replicating.drain_quietly()
             self._keep([(owner, reduction) for owner, reduction in self._undelivered if owner is not unit])
         for group in unit.groups:
@@ -184,7 +185,7 @@ class GradientReducer:
 
     def abort(self, units: Container[int]) -> None:
         """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
-        self._in_flight.drain_quietly()
+        self.in_flight.drain_quietly()
         self._replicating.drain_quietly()
         self.merged = False
         self._keep([(unit, reduction) for unit, reduction in self._undelivered if unit.number not in units])
@@ -320,7 +321,7 @@ class GradientReducer:
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
         if len(self._replicating):
-            self._in_flight.drain()
+            self.in_flight.drain()
         return self._heartbeats.send(
             [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
         )

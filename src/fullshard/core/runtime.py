@@ -26,7 +26,6 @@ from fullshard.core.recovery import Recovery
 from fullshard.core.reducer import GradientReducer, Listener
 from fullshard.core.scheduler import (
     Action,
-    PassBy,
     Reduce,
     Reshard,
     Residency,
@@ -100,14 +99,8 @@ class Runtime:
 
         # All-gathers in flight: number of the unit -> its groups and their work.
         self._gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
-        self._actions: dict[type[Action], Callable[[Unit], None]] = {
-            Unshard: self._unshard,
-            Wait: self._wait,
-            SaveSubgroupShard: self._save_subgroup_shard,
-            Reshard: Unit.free_unsharded,
-            Reduce: self._reduce,
-            PassBy: self._pass_by,
-        }
+        # Called with each action and a function that runs it, instead of that function; None for the function alone.
+        self._around: Callable[[Action, Unit, Callable[[], None]], None] | None = None
 
     # --- units ---
 
@@ -123,6 +116,7 @@ class Runtime:
 
     def unregister(self, unit: Unit) -> None:
         """Remove a unit that was taken off its modules."""
+        unit.undone = True
         self.reducer.discard(unit)
         self._kept.discard(unit)
         self._forget(unit.number)
@@ -152,7 +146,9 @@ class Runtime:
             self.reducer.track(work, group.free_unsharded)
 
     def _can_prefetch(self, number: int) -> bool:
-        unit = self.unit(number)
+        """Return True if the unit is still at its place in the model."""
+        reference = self._units.get(number)
+        unit = None if reference is None else reference()
         return unit is not None and unit.place.are_attached(unit)
 
     def update_timeouts(self, *more: CheckPolicy) -> None:
@@ -207,33 +203,85 @@ class Runtime:
 
     # --- actions ---
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Run actions in order. If one raises, its unit and those of the actions after it are resharded."""
-        shown = _torch.profiling()
+    def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
+        """Run actions in order. If one raises, its unit and those of the actions after it are resharded.
+
+        observed: True if the caller shows them, to torch's profiler and `watched`.
+        """
+        if (self._around is not None or _torch.profiling()) and not observed:
+            return self._run_observed(actions)
+        units = self._units
         for index, action in enumerate(actions):
-            reference = self._units.get(action.unit)
+            reference = units.get(action.unit)
             unit = None if reference is None else reference()
             if unit is None:
                 continue  # deleted since the scheduler decided
+            kind = type(action)
             try:
-                if shown:
-                    with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
-                        self._actions[type(action)](unit)
+                if kind is Unshard:
+                    if not unit.gathers_decided:
+                        unit.decide_gathers()
+                    text = "backward gather" if self.backward.underway else "forward gather"
+                    works = self._gathering[action.unit] = []
+                    for group in unit.groups:
+                        works.append((group, group.start_all_gather(self.communicator, text)))
+                elif kind is Wait:
+                    for group, work in self._gathering[action.unit]:
+                        work.wait()
+                        group.finish_all_gather()
+                    del self._gathering[action.unit]
+                    if unit.record.unsharded_by_user or unit.record.resident_blocks:
+                        unit.expose()
+                elif kind is Reshard:
+                    unit.free_unsharded()
+                elif kind is SaveSubgroupShard:
+                    for group in unit.groups:
+                        group.save_subgroup_shard()
                 else:
-                    self._actions[type(action)](unit)
+                    self._end_unit(unit, reduces=kind is Reduce)
+            except BaseException:
+                self._roll_back(actions[index:])
+                raise
+
+    def _end_unit(self, unit: Unit, *, reduces: bool) -> None:
+        """Reduce the gradients of a unit whose backward is done, or log that it passed by: it reached inputs only."""
+        if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
+            unit.uninstall()
+        if not reduces:  # so that a rank that reduces is found to diverge
+            self.backward.passed.add(unit.number)
+        for group in unit.groups:
+            if group.trainable and reduces:
+                self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
+            elif group.trainable:
+                group.fingerprints.log.append(group.fingerprints["backward of inputs only"])
+        if reduces:
+            self.reducer.poll()
+
+    def _run_observed(self, actions: Sequence[Action]) -> None:
+        """Run actions with a label in torch's profiler, and as `watched` says."""
+        for index, action in enumerate(actions):
+            unit = self.unit(action.unit)
+            if unit is None:
+                continue
+            run = partial(self.run, [action], observed=True)
+            try:
+                with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
+                    if self._around is None:
+                        run()
+                    else:
+                        self._around(action, unit, run)
             except BaseException:
                 self._roll_back(actions[index:])
                 raise
 
     @contextmanager
-    def watched(self, around: Callable[[type[Action], Callable[[Unit], None], Unit], None]) -> Iterator[None]:
-        """Call `around(kind, run, unit)` for each action within the block, instead of `run(unit)`."""
-        plain = self._actions
-        self._actions = {kind: partial(around, kind, run) for kind, run in plain.items()}
+    def watched(self, around: Callable[[Action, Unit, Callable[[], None]], None]) -> Iterator[None]:
+        """Call `around(action, unit, run)` for each action within the block, which calls `run()`."""
+        before, self._around = self._around, around
         try:
             yield
         finally:
-            self._actions = plain
+            self._around = before
 
     def _roll_back(self, actions: Sequence[Action]) -> None:
         """Reshard the units of these actions: the one that raised, and those after it."""
@@ -242,55 +290,6 @@ class Runtime:
             if unit is not None:
                 self._discard_unsharded(unit)
                 self.scheduler.clear(number)
-
-    def _unshard(self, unit: Unit) -> None:
-        """Start the all-gathers of a unit."""
-        if not unit.gathers_decided:
-            unit.decide_gathers()
-        action = "backward gather" if self.backward.underway else "forward gather"
-        works: list[tuple[ParamGroup, Work]] = []
-        self._gathering[unit.record.number] = works
-        for group in unit.groups:
-            try:
-                work = group.start_all_gather(self.communicator, action)
-            except BaseException:
-                group.drop_unsharded()
-                raise
-            works.append((group, work))
-
-    def _wait(self, unit: Unit) -> None:
-        """Order the compute stream behind the all-gathers of a unit."""
-        number = unit.record.number
-        for group, work in self._gathering[number]:
-            work.wait()
-            group.finish_all_gather()
-        del self._gathering[number]
-        if unit.record.is_pinned:
-            unit.expose()
-
-    def _save_subgroup_shard(self, unit: Unit) -> None:
-        for group in unit.groups:
-            group.save_subgroup_shard()
-
-    def _reduce(self, unit: Unit) -> None:
-        """Reduce the gradients of a unit whose backward is done."""
-        self._uninstall_after_backward(unit)
-        for group in unit.groups:
-            if group.trainable:
-                self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
-        self.reducer.poll()
-
-    def _pass_by(self, unit: Unit) -> None:
-        """Log that a backward went through the unit and reduced nothing, so that a rank that reduces is found to diverge."""
-        self._uninstall_after_backward(unit)
-        self.backward.passed.add(unit.number)
-        for group in unit.groups:
-            if group.trainable:
-                group.fingerprints.log.append(group.fingerprints["backward of inputs only"])
-
-    def _uninstall_after_backward(self, unit: Unit) -> None:
-        if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
-            unit.uninstall()
 
     # --- backward ---
 
@@ -330,11 +329,17 @@ class Runtime:
             listener.ending_backward()
         self.run(self.scheduler.after_backward())
         units = self.backward.units
-        for _, unit in sorted(units.items()):
-            self._uninstall_after_backward(unit)
+        for number, unit in sorted(units.items()):
+            if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
+                unit.uninstall()
             # Zero-bubble schedules set `.grad` between backwards of inputs: it stays, to sum microbatch by microbatch.
-            if unit.options.reduces or unit.number not in self.backward.passed:
-                unit.reduce_late()
+            if not (unit.options.reduces or number not in self.backward.passed):
+                continue
+            for group in unit.groups:
+                grads = group.take_gradients()
+                if grads is not None:  # they arrived after the unit was reduced, from a second graph for example
+                    self.backward.passed.discard(number)
+                    self.reducer.reduce(unit, group, grads)
         touched = [unit for number, unit in units.items() if number not in self.backward.passed]
         if touched:  # or it reached inputs only, and ends no step
             self.reducer.collect(touched)

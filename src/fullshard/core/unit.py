@@ -88,6 +88,7 @@ class Unit:
         self.names_units = False
         # Why no forward may begin, with a remedy; "" if one may.
         self.refused = ""
+        self.undone = False  # taken off its modules
         # Where the parameters are, and what the scheduler expects of the unit.
         self.record: UnitRecord = runtime.register(self)
         self.rebuild_groups([parameter.local for parameter in parameters])
@@ -122,53 +123,48 @@ class Unit:
 
     def pre_forward(self, module: nn.Module) -> None:
         """Unshard the parameters, prefetch the next unit, and put the unsharded parameters on the modules."""
-        runtime = self.runtime
+        runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if runtime.communicator.interrupted or runtime.backward.underway:
             runtime.recovery.recover()
-        self._refuse_illegal_forward(module)
+        if self.refused or self.shows_plain:
+            self._refuse_forward()
+        if record.running:
+            self._end_if_cut_short(module)
         if _torch.current_graph_task() != -1:
             self._begin_recomputation(module)
-        elif self.place.is_list and runtime.scheduler.is_running(self.record.number):  # a later module of a list
+        elif record.running and self.place.is_list:  # a later module of a list
             self.check_first_use(module)
         else:
-            self.begin_forward(module)
+            if not scheduler.running:
+                runtime.begin_outermost_forward(self, module)
+            if self.first_use:
+                self.check_first_use(module)
             if self.place.is_list:
                 self.progress.begin_list(self.place)
-        self.progress.begin(module, runtime.scheduler.clock, len(runtime.trace) - 1)
+            # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
+            stale = record.residency is not Residency.SHARDED and self.stale
+            if record.residency is Residency.FULL:
+                self.uninstall()  # takes over `requires_grad`
+            runtime.trace.append((record.number, True))
+            runtime.run(scheduler.before_forward(record.number, stale=stale))
+        self.progress.begin(module, scheduler.clock, len(runtime.trace) - 1)
         for group in self.groups:
             group.install()
 
-    def _refuse_illegal_forward(self, module: nn.Module) -> None:
-        """Raise StateError for a forward that cannot be. End the forward before, if it was cut short without any hook."""
+    def _refuse_forward(self) -> None:
         if self.refused:
             raise StateError(f"The forward of unit '{self.name}' was called while {self.refused}")
-        if self.shows_plain:
-            raise StateError(
-                f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
-                "write. Call it outside, or keep the model unsharded with resident()."
-            )
-        if (
-            self.runtime.scheduler.outermost() == self.record.number
-            and not self.place.is_list
-            and not self.progress.methods
-            and not _torch.is_in_forward(module, outer=True)
-        ):
-            self.runtime.recovery.abort_in_progress()
+        raise StateError(
+            f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
+            "write. Call it outside, or keep the model unsharded with resident()."
+        )
 
-    def begin_forward(self, module: nn.Module) -> None:
-        """Unshard for a forward in which this rank computes, or which it only joins."""
-        runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
-        if not scheduler.running:
-            runtime.begin_outermost_forward(self, module)
-        if self.first_use:
-            self.check_first_use(module)
-        stale = False
-        # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
-        if record.residency is not Residency.SHARDED:
-            self.uninstall()  # takes over `requires_grad`; `pre_forward` installs them again
-            stale = self.stale
-        runtime.trace.append((record.number, True))
-        runtime.run(scheduler.before_forward(record.number, stale=stale))
+    def _end_if_cut_short(self, module: nn.Module) -> None:
+        """End the forward of an outermost unit that runs as far as is known, if no hook told its end."""
+        outermost = self.runtime.scheduler.outermost() == self.record.number
+        inside = self.place.is_list or self.progress.methods or _torch.is_in_forward(module, outer=True)
+        if outermost and not inside:
+            self.runtime.recovery.abort_in_progress()
 
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
         """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
@@ -211,7 +207,8 @@ class Unit:
         if self.place.is_list and not self._ends_list(module):
             self.progress.end(module)
             return scheduler.partial_end(number)
-        began = self.progress.end(module)
+        stack = self.progress.stack
+        began = stack.pop() if stack and stack[-1].module == id(module) else self.progress.end(module)
         # The call has ended, and with it the calls inside it that raised or were never finished.
         ended = scheduler.after_forward(number, grad=grad, since=began.clock)
         runtime.trace.append((number, False))
@@ -224,12 +221,14 @@ class Unit:
         # Parameters that stay unsharded leave the modules as well, where callers look for the sharded ones between forwards.
         if record.residency is Residency.FULL and not record.is_pinned and not record.running:
             self.uninstall()
-        runtime.run(ended.actions)
+        if ended.actions:
+            runtime.run(ended.actions)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
                 group.invalidate_autograd()
-        runtime.reducer.poll()
+        if len(runtime.reducer.in_flight):  # of a backward without end, or of a model that was deleted
+            runtime.reducer.poll()
         return ended.call if grad else None
 
     def _ends_list(self, module: nn.Module) -> bool:
@@ -258,18 +257,18 @@ class Unit:
             call: the forward whose backward begins.
         """
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
-        if not scheduler.knows(record.number):
+        if self.undone:
             raise StateError(
                 f"Unit '{self.name}' was undone between its forward and this backward. Run the backward before undo(), or run "
                 "the forward again."
             )
         if runtime.communicator.interrupted or runtime.backward.raised:
             runtime.recovery.recover()
-        first = runtime.begin_backward()
+        first = not runtime.backward.underway and runtime.begin_backward()
         runtime.backward.units[record.number] = self
         for listener in runtime.listeners:
             listener.before_backward(call)
-        stale = not call.copied and self.stale_in_backward(first=first)
+        stale = record.residency is not Residency.SHARDED and not call.copied and self.stale_in_backward(first=first)
         collects = call.copied or runtime.backward.collects or self._collects()
         if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
             with torch.no_grad():
@@ -295,17 +294,9 @@ class Unit:
     def late_backward(self) -> None:
         """Enter a backward in which a gradient arrived although no hook on an output of the unit ran."""
         units = self.runtime.backward.units
-        if self.runtime.scheduler.knows(self.number) and self.number not in units:
+        if not self.undone and self.number not in units:
             self.runtime.begin_backward()
             units[self.number] = self
-
-    def reduce_late(self) -> None:
-        """Reduce gradients that arrived after the unit was reduced, from a second graph for example."""
-        for group in self.groups:
-            grads = group.take_gradients()
-            if grads is not None:
-                self.runtime.backward.passed.discard(self.number)
-                self.runtime.reducer.reduce(self, group, grads)
 
     # --- the parameters on its modules ---
 
@@ -349,7 +340,10 @@ class Unit:
     @property
     def stale(self) -> bool:
         """True if the shards were written since they were all-gathered."""
-        return any(group.stale for group in self.groups)
+        for group in self.groups:
+            if group.stale:
+                return True
+        return False
 
     @property
     def stale_now(self) -> bool:
@@ -362,9 +356,10 @@ class Unit:
         first: True at the first event of a backward.
         """
         record = self.record
-        if record.residency is not Residency.GATHERING or first:
-            return self.stale_now
-        return not self.runtime.scheduler.is_prefetched_in_this_phase(record.number) and self.stale_now
+        if record.residency is Residency.SHARDED:
+            return False
+        prefetched = record.residency is Residency.GATHERING and not first
+        return not (prefetched and self.runtime.scheduler.is_prefetched_in_this_phase(record.number)) and self.stale
 
     def invalidate_unsharded(self) -> None:
         """Drop the unsharded parameters, before the groups are built again."""

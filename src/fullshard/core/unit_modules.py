@@ -99,16 +99,17 @@ class ForwardProgress:
     """The running forwards of one unit's modules.
 
     Attributes:
+        stack: running forwards of its modules, outermost first.
         methods: number of running calls of registered methods (`register_fsdp_forward_method`), such as `generate`.
         moves_inputs: True if the last forward moved its inputs to the device, since it was the outermost one.
         output_has_graph: True if the last forward had an output with a graph; None before the first forward.
         last_order: units that the last forward entered (True) and left, this one included; empty before the first forward.
     """
 
-    __slots__ = ("_remaining", "_stack", "last_order", "methods", "moves_inputs", "output_has_graph")
+    __slots__ = ("_remaining", "last_order", "methods", "moves_inputs", "output_has_graph", "stack")
 
     def __init__(self) -> None:
-        self._stack: list[ForwardStart] = []  # running forwards, outermost first
+        self.stack: list[ForwardStart] = []
         self._remaining: set[int] = set()  # ids of the modules of a list that have not run yet
         self.methods = 0
         self.moves_inputs = False
@@ -117,12 +118,12 @@ class ForwardProgress:
 
     def begin(self, module: object, clock: int, traced: int) -> None:
         """Record that a module of the unit begins its forward."""
-        self._stack.append(ForwardStart(id(module), clock, traced, sys.exc_info()[1]))
+        self.stack.append(ForwardStart(id(module), clock, traced, sys.exc_info()[1]))
 
     def has_raised(self, module: object) -> bool:
         """Return True in an exception handler if the exception left the running forward of a module of the unit."""
         failure, key = sys.exc_info()[1], id(module)
-        handled = next((began.handled for began in reversed(self._stack) if began.module == key), None)
+        handled = next((began.handled for began in reversed(self.stack) if began.module == key), None)
         return failure is not None and failure is not handled  # or the forward was called in a handler of its caller
 
     def end(self, module: object) -> ForwardStart:
@@ -130,7 +131,7 @@ class ForwardProgress:
 
         Forwards that began inside of it and never ended are removed as well: they raised or were interrupted.
         """
-        stack, key = self._stack, id(module)
+        stack, key = self.stack, id(module)
         for at in range(len(stack) - 1, -1, -1):
             if stack[at].module == key:
                 began = stack[at]
@@ -140,7 +141,7 @@ class ForwardProgress:
 
     def runs_around(self, module: object) -> bool:
         """Return True if the forward of another module of the unit is running around this one."""
-        return any(began.module != id(module) for began in self._stack)
+        return any(began.module != id(module) for began in self.stack)
 
     def begin_list(self, modules: Iterable[object]) -> None:
         """Record that the first module of a list begins its forward.
@@ -165,4 +166,4 @@ class ForwardProgress:
 
     def clear(self) -> None:
         """Remove all running forwards, after an interrupt or an exception."""
-        self._stack.clear()
+        self.stack.clear()

@@ -75,7 +75,13 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
     last: _Joined | None = None
     for inner, enters in order:
         if enters:
-            inner.begin_forward(inner.modules[0])
+            if not scheduler.running:
+                runtime.begin_outermost_forward(inner, inner.modules[0])
+            inner.check_first_use(inner.modules[0])
+            stale = inner.stale_now
+            inner.uninstall()
+            runtime.trace.append((inner.number, True))
+            runtime.run(scheduler.before_forward(inner.number, stale=stale))
             continue
         ended = scheduler.after_forward(inner.number, grad=grad)
         runtime.trace.append((inner.number, False))

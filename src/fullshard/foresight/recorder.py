@@ -79,17 +79,17 @@ class _Recorder:
 
     # --- events of the run ---
 
-    def around(self, kind: type[Action], run: Callable[[Unit], None], unit: Unit) -> None:
+    def around(self, action: Action, unit: Unit, run: Callable[[], None]) -> None:
         """Run an action of a unit, and attribute its collectives and waits to that unit."""
         # Several optimizers may step one after another, so only the next action ends the step.
         if self._ended is not None:
             self._end_step()
-        if self._async_device is not None and kind is Wait and unit.name not in self._current.levels:
+        if self._async_device is not None and type(action) is Wait and unit.name not in self._current.levels:
             self._current.levels[unit.name] = torch.accelerator.memory_allocated(self._async_device)
         # Collectives outside of actions belong to no unit, "".
         before, self._unit = self._unit, unit.name
         try:
-            run(unit)
+            run()
         finally:
             self._unit = before
 
