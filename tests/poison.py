@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -17,8 +17,8 @@ def _fill(buffer: FlatBuffer) -> None:
             tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
-def _allocate_poisoned(buffer: FlatBuffer, versions: Sequence[int]) -> AllGather:
-    gather = _allocate(buffer, list(versions))
+def _allocate_poisoned(buffer: FlatBuffer, version: int) -> AllGather:
+    gather = _allocate(buffer, version)
     _fill(buffer)
     return gather
 

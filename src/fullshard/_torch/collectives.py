@@ -5,8 +5,9 @@ They are called as methods of the process group, which takes half the host time 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, repeat
 
 import torch
@@ -49,12 +50,16 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> Started:
-    return getattr(group, _ALL_GATHER)(out, shard, _GATHER)
+def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> Callable[[], Started]:
+    """Return a function of C that starts the all-gather each time it is called."""
+    return partial(getattr(group, _ALL_GATHER), out, shard, _GATHER)
 
 
-def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Started:
-    return getattr(group, _ALL_GATHER_COALESCED)(outs, shards, _GATHER)
+def all_gather_coalesced(
+    group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]
+) -> Callable[[], Started]:
+    """Return a function of C that starts the all-gather each time it is called."""
+    return partial(getattr(group, _ALL_GATHER_COALESCED), outs, shards, _GATHER)
 
 
 def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor, *, average: bool = False) -> Started:

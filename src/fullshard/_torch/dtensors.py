@@ -182,6 +182,29 @@ def as_own_storage(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
 
 
+def in_own_storage(rows: Tensor) -> Tensor:
+    """Return `rows`, a new view of a flat shard, in a storage of its own as `as_own_storage`, with the flat shard's counter.
+
+    So a write to any part of the flat shard increases the version of all of them, and one read shows it.
+    """
+    # Private: `set_` of a view changes its storage, but keeps its version counter. `detach` makes it no view.
+    if type(rows) is not Tensor or not rows.numel() or rows.device.type == "meta":
+        return as_own_storage(rows)
+    first = rows.storage_offset() * rows.itemsize
+    storage = rows.untyped_storage()[first : first + rows.numel() * rows.itemsize]
+    return rows.set_(storage, 0, rows.shape, rows.stride()).detach()  # type: ignore[call-overload]
+
+
+def counted_by(counter: DTensor, tensor: DTensor) -> DTensor:
+    """Return a DTensor like `tensor`, over the same local tensor, with the version counter of `counter`."""
+    # Private: a detached tensor shares the version counter of its origin, and setting `data` leaves it its counter.
+    with torch.no_grad():
+        made: Any = counter.detach()
+        torch.Tensor.data.__set__(made, tensor)  # type: ignore[attr-defined]
+    made._local_tensor, made._spec = tensor._local_tensor, tensor._spec
+    return made
+
+
 def waited(tensor: Tensor) -> Tensor:
     """Return `tensor`; if it is the result of a functional collective, wait for it and return the plain tensor."""
     # Private: `AsyncCollectiveTensor`, a wrapper without a storage. The result is complete only after `wait()`.

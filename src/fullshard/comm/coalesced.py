@@ -55,18 +55,22 @@ class CoalescedCollectives:
         group = self._group
         if outs[0].dtype not in _CARRIED:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
+        if self._stages and len(outs) > 1:
+            each = [_torch.all_gather_base(group, *pair) for pair in zip(outs, shards)]
+            return lambda: StartedWork([start() or _QUEUED for start in each])
         if len(outs) == 1:
-            out, shard = outs[0], shards[0]
-            return lambda: StartedWork((_torch.all_gather_base(group, out, shard) or _QUEUED,))
-        if self._stages:
-            return lambda: StartedWork([_torch.all_gather_base(group, *pair) or _QUEUED for pair in zip(outs, shards)])
-        return lambda: StartedWork((_torch.all_gather_coalesced(group, outs, shards) or _QUEUED,))
+            start = _torch.all_gather_base(group, outs[0], shards[0])
+        else:
+            start = _torch.all_gather_coalesced(group, outs, shards)
+        return lambda: StartedWork((start() or _QUEUED,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
         average = self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
         group = self._group
-        if len(outs) == 1 or self._stages:
+        if len(outs) == 1:
+            works = [_torch.reduce_scatter_base(group, outs[0], fulls[0], average=average) or _QUEUED]
+        elif self._stages:
             works = [_torch.reduce_scatter_base(group, *pair, average=average) or _QUEUED for pair in zip(outs, fulls)]
         else:
             works = [_torch.reduce_scatter_coalesced(group, outs, fulls, average=average) or _QUEUED]

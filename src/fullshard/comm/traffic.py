@@ -74,31 +74,28 @@ class ObservedCollectives:
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare an all-gather that is reported each time it starts."""
-        gather, counter = self.inner.gatherer(outs, shards), self._counter
-
-        def counted() -> StartedWork:
-            if counter.listeners or _torch.profiling():
-                return self._observed("all_gather", gather, outs)
-            return gather()
-
-        return counted
+        return partial(self.observed, "all_gather", self.inner.gatherer(outs, shards), outs)
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Start a reduce-scatter, and report it."""
-        if self._counter.listeners or _torch.profiling():
-            return self._observed("reduce_scatter", partial(self.inner.reduce_scatter, outs, fulls, scale), fulls)
-        return self.inner.reduce_scatter(outs, fulls, scale)
+        return self.observed("reduce_scatter", partial(self.inner.reduce_scatter, outs, fulls, scale), fulls)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), and report it."""
-        return self._observed("all_reduce", partial(self.inner.all_reduce, tensor), [tensor])
+        return self.observed("all_reduce", partial(self.inner.all_reduce, tensor), [tensor])
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (maximum), and count it as a heartbeat."""
         self._counter.record("heartbeat", [tensor], self.ranks)
         return self.inner.all_reduce_max(tensor)
 
-    def _observed(self, kind: str, begin: Callable[[], StartedWork], fulls: Sequence[Tensor]) -> StartedWork:
+    @property
+    def observes(self) -> bool:
+        """True while somebody counts messages, or torch's profiler is active. Otherwise `inner` may be used directly."""
+        return bool(self._counter.listeners) or _torch.profiling()
+
+    def observed(self, kind: str, begin: Callable[[], StartedWork], fulls: Sequence[Tensor]) -> StartedWork:
+        """Start a collective, and report it. `fulls`: the buffers with all ranks' chunks."""
         self._counter.record(kind, fulls, self.ranks)
         if not _torch.profiling():
             return begin()

@@ -106,7 +106,7 @@ from fullshard.core.sharded_tensor import (
     restore_subclass,
     use_plain_dtensor,
 )
-from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of
+from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of, version_of_memory
 from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_modules import ForwardProgress
 from fullshard.core.unit_options import UnitOptions

@@ -53,7 +53,7 @@ class CollectiveCall(LoggedCall):
 
     def begin(self) -> StartedWork:
         """Start the collective. Raises StateError if the log is closed."""
-        self.communicator.collectives.message_tag.hash = self.hash
+        self.communicator.message_tag.hash = self.hash
         self.log.check_open()
         start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
         assert start is not None
@@ -130,6 +130,8 @@ class Communicator:
 
     Attributes:
         device: the device of the runtime.
+        traffic: counts messages and bytes.
+        message_tag: the tag of the next messages, on backends whose messages carry tags.
         collectives: creates the collectives of process groups.
         watchdog: the watchdog of this process; None until there is a log with other ranks.
         wait_state: the current wait of this thread, which the watchdog reads; None while `watchdog` is None.
@@ -146,7 +148,8 @@ class Communicator:
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         self.device = device
-        self.collectives = CollectivesPool(device, TrafficCounter(), MessageTag())
+        self.traffic, self.message_tag = TrafficCounter(), MessageTag()
+        self.collectives = CollectivesPool(device, self.traffic, self.message_tag)
         self.watchdog: Watchdog | None = None
         self.wait_state: WaitState | None = None
         self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = lanes(device), lanes(device), lanes(device)
@@ -167,11 +170,6 @@ class Communicator:
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
     # --- logs ---
-
-    @property
-    def traffic(self) -> TrafficCounter:
-        """The counter of messages and bytes."""
-        return self.collectives.traffic
 
     def log_of(self, axis: ShardAxis) -> CollectiveLog:
         """Return the log of an axis, which is the same one as long as its process groups exist."""
@@ -298,12 +296,13 @@ class Communicator:
         sent.number = log.before + len(log.fingerprints)
         # A collective that starts at once needs no check by `CollectiveCall.begin`: `log.append` has just raised if the log is
         # closed. A collective that starts later, or whose messages carry a tag, needs it.
-        begin = start
-        if log.tagged or after is not None or not self._starts_at_once:
-            sent.start, begin = start, sent.begin
+        if after is not None or not self._starts_at_once:
+            sent.start, start = start, sent.begin
             sent.hash = log.hash if log.tagged else sent.number  # without tags the hash is not read, so it is not computed
+        elif log.tagged:
+            self.message_tag.hash = log.hash
         try:
-            sent.work = stream.run(begin, finish) if after is None else stream.run(begin, finish, after=after)
+            sent.work = stream.run(start, finish) if after is None else stream.run(start, finish, after=after)
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:

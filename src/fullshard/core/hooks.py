@@ -153,11 +153,12 @@ _HOOKS = "fullshard"  # key in the metadata of a node: its hooks and their handl
 def hook_node(node: Any, hook: Callable[..., None]) -> None:
     """Run `hook` before a node of a graph, once, and before its other hooks: nested units may return the same tensor."""
     hooks = node.metadata.setdefault(_HOOKS, [])
-    if any(one is hook for one, _ in hooks):
-        return
-    for _, handle in hooks:  # a node runs its hooks in the order of their registration
-        handle.remove()
-    hooks[:] = [(one, node.register_prehook(one)) for one in (hook, *(one for one, _ in hooks))]
+    if not hooks or hooks[0][0] is not hook:
+        hooks.insert(0, (hook, None))
+        for index, (one, handle) in enumerate(hooks):  # a node runs its hooks in the order of their registration
+            if handle is not None:
+                handle.remove()
+            hooks[index] = one, node.register_prehook(one)
 
 
 class BackwardHook:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
@@ -19,7 +20,7 @@ from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.memory import Purpose
 from fullshard.core.packing import ReductionPlan
 from fullshard.core.param_sharding import ParamSharding
-from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.sharded_param import ShardedParameter, version_counters
 from fullshard.core.subclasses import is_plain, take_attributes
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage, UnshardedBuffer
 from fullshard.errors import StateError
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from fullshard.core.communicator import CollectiveCall, Communicator
 
 
-_is_trainable: Callable[[ShardedParameter], bool] = operator.attrgetter("sharded.requires_grad")
+_is_trainable: Callable[[Any], bool] = operator.attrgetter("requires_grad")
+_local: Callable[[ShardedParameter], Tensor] = operator.attrgetter("local")
 
 
 class ParamGroup:
@@ -54,6 +56,8 @@ class ParamGroup:
         grads: gradients kept between backwards.
         divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
         installed: whether the unsharded parameters are registered on the modules.
+        writes: number of writes to the shards that were noted since no counter of torch shows them.
+        slots: the places of the parameters; None to look for them at the next `install`.
     """
 
     flat = True
@@ -92,6 +96,12 @@ class ParamGroup:
         # Options of the last reduction, whether it deferred its second step, and the factors that follow.
         self.factors: tuple[object, bool, Any] | None = None
         self.installed = False
+        self.writes = 0
+        self._counters: list[Tensor] = []  # tensors whose version counters show the other writes
+        self._sharded = [parameter.sharded for parameter in parameters]
+        self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
+        self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
+        self.slots: _Slots | None = None
         self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
@@ -163,7 +173,7 @@ class ParamGroup:
         shards: list[Tensor] = []
         for parameter, place, value in zip(self.parameters, self.shard_layout.offsets, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
-            local = _torch.as_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
+            local = _torch.in_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
             take_attributes(value, local)  # hooks that were set on it
             if id(parameter) not in unwritten:
                 local.copy_(value)
@@ -176,6 +186,20 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             for parameter, shard in zip(self.parameters, shards):
                 parameter.bind_to_flat_shard(shard)
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Find the counters of writes again, after the memory or the wrapper of a parameter was replaced."""
+        known = [buffer.version for buffer in (self._buffer, self._inner_shard) if buffer is not None]
+        self.writes = max(self.version(), *known, -1) + 1  # so that the version never returns to an old value
+        self._counters = [self.shard, *version_counters(self._sharded)]
+
+    def version(self) -> int:
+        """Return a number that increases with every write to a shard that can be seen."""
+        version = self.writes
+        for counter in self._counters:
+            version += counter._version
+        return version
 
     # --- properties ---
 
@@ -206,21 +230,17 @@ class ParamGroup:
     def standing_memory(self) -> int:
         """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
         buffers = [buffer for buffer in (self._buffer, self._inner_shard) if buffer is not None]
-        current = self.shard_versions()
-        return sum(buffer.allocated for buffer in buffers if buffer.keep or buffer.versions == current)
+        current = self.version()
+        return sum(buffer.allocated for buffer in buffers if buffer.keep or buffer.version == current)
 
     @property
     def stale(self) -> bool:
         """True if a shard was written after the last all-gather."""
-        return self._buffer is not None and self._buffer.versions != self.shard_versions()
-
-    def shard_versions(self) -> list[int]:
-        """Return a number per parameter that increases with every write to its shard that can be seen."""
-        # `ShardedParameter.version`, inline: every all-gather asks.
-        return [p.write_count + p.sharded._version + p.local._version for p in self.parameters]
+        return self._buffer is not None and self._buffer.version != self.version()
 
     # --- slots ---
-    # Every forward and backward runs this code, so it repeats the logic of `ParamSlot` inline instead of calling it.
+    # Every forward and backward runs this code: it looks at all slots in C, where no interrupt comes in between, and at each one
+    # only if something differs.
 
     def install(self) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
@@ -229,7 +249,19 @@ class ParamGroup:
         """
         if self.installed:
             return
-        self._trainable = [*map(_is_trainable, self.parameters)]
+        slots = self.slots
+        if slots is None:
+            slots = self.slots = _Slots(self.parameters)
+        self._trainable = [*map(_is_trainable, self._sharded)]
+        if (
+            slots.are_plain
+            and self._trainable == [*map(_is_trainable, self._unsharded)]
+            and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
+            and all(map(operator.is_, map(_torch.local_tensor, self._sharded), map(_local, self.parameters)))
+        ):
+            deque(map(dict.__setitem__, slots.held, slots.names, slots.unsharded), maxlen=0)
+            self.installed = True
+            return
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
         for parameter, trainable in zip(self.parameters, self._trainable):
             unsharded, sharded = parameter.unsharded, parameter.sharded
@@ -238,28 +270,31 @@ class ParamGroup:
                 unsharded.requires_grad_(trainable)
             moved = _torch.local_tensor(sharded) is not parameter.local  # type: ignore[arg-type]
             for slot in parameter.slots:
-                if moved or slot.parameters.get(slot.name) is not sharded:
+                if moved or slot.content is not sharded:
                     self.uninstall()
                     raise parameter.foreign_error(slot)
-                if slot.uses_setattr:
-                    slot.put(unsharded)
-                else:
-                    slot.parameters[slot.name] = unsharded
+                slot.put(unsharded)
 
     def uninstall(self) -> None:
         """Register the sharded parameters on the modules, except where the user assigned something: `install` names it."""
-        if not self.installed:
+        slots = self.slots
+        if not self.installed or slots is None:
+            return
+        if (
+            slots.are_plain
+            and self._trainable == [*map(_is_trainable, self._unsharded)]
+            and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.unsharded))
+        ):
+            deque(map(dict.__setitem__, slots.held, slots.names, slots.sharded), maxlen=0)
+            self.installed = False
             return
         for parameter, trainable in zip(self.parameters, self._trainable):
             unsharded, sharded = parameter.unsharded, parameter.sharded
             if unsharded is None:
                 continue
             for slot in parameter.slots:
-                if slot.parameters.get(slot.name) is unsharded:
-                    if slot.uses_setattr:
-                        slot.put(sharded)
-                    else:
-                        slot.parameters[slot.name] = sharded
+                if slot.content is unsharded:
+                    slot.put(sharded)
                     # the user called requires_grad_() on the unsharded parameter
                     if unsharded.requires_grad is not trainable:
                         sharded.requires_grad_(unsharded.requires_grad)
@@ -332,38 +367,40 @@ class ParamGroup:
             with torch.inference_mode(False), torch.no_grad():
                 buffer = self._buffer = self.make_unsharded()
             buffer.keep = self._keeps_memory
-        versions = self.shard_versions()
+        version = self.version()
         # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
         # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
-        if buffer.versions and versions != buffer.versions:
-            changed = [p.unsharded for p, old, new in zip(self.parameters, buffer.versions, versions) if old != new]
-            torch.autograd.graph.increment_version([one for one in changed if one is not None])
-        gather, after = buffer.allocate(versions), None
+        if version != buffer.version and buffer.version >= 0:
+            self.invalidate_autograd()
+        gather, after = buffer.allocate(version), None
         if over_replicas is not None:  # on the stream of the replicas: this hop overlaps with all-gathers over shards
             hop = self._send(communicator, communicator.all_reduce_stream, over_replicas, f"{action} over replicas")
             after = hop.work
-        return self._send(communicator, communicator.all_gather_stream, gather, action, after)
+        if gather.copies_in or self.storage.host or after is not None:
+            return self._send(communicator, communicator.all_gather_stream, gather, action, after)
+        start = gather.observed if communicator.traffic.listeners or _torch.profiling() else gather.begin
+        return communicator.send(communicator.all_gather_stream, self.fingerprints, action, start, gather.finish)
 
     def _allocate_inner_shard(self) -> AllGather | None:
         """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one."""
         self.check_device()
-        versions = self.shard_versions()
+        version = self.version()
         inner = self._inner_shard
         if inner is None:
             with torch.inference_mode(False), torch.no_grad():
                 inner = self._inner_shard = self._make_inner_shard()
             inner.keep = self._keeps_memory
-        elif inner.versions == versions:
+        elif inner.version == version:
             return None
         else:
             inner.free()
-        return inner.allocate(versions)
+        return inner.allocate(version)
 
     def _send(
         self, communicator: Communicator, stream: Lane, gather: AllGather, action: str, after: Work | None = None
     ) -> CollectiveCall:
         """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
-        start, copied = gather.begin, None
+        start, copied = gather.observed, None
         if gather.copies_in and communicator.copy_in_stream is None:
             start = gather.copy_in_and_begin
         elif gather.copies_in:
@@ -403,7 +440,12 @@ class ParamGroup:
         buffer = self._make_buffer(self._inner_shard)
         for parameter, view in zip(self.parameters, buffer.views):
             parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
+        self.note_unsharded()
         return buffer
+
+    def note_unsharded(self) -> None:
+        """Record the unsharded parameters, which were created or dropped."""
+        self._unsharded, self.slots = [p.unsharded for p in self.parameters if p.unsharded is not None], None
 
     def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
         """All-gather into memory of its own, and return one tensor per parameter. Collective.
@@ -417,10 +459,10 @@ class ParamGroup:
             stream, inner = communicator.all_gather_stream, None
             if self.two_hops:
                 inner = self._make_inner_shard()
-                self._send(communicator, stream, inner.allocate([]), f"{action} over replicas").wait()
+                self._send(communicator, stream, inner.allocate(-1), f"{action} over replicas").wait()
                 inner.release_staging()
             copy = self._make_buffer(inner)
-            self._send(communicator, stream, copy.allocate([]), action).wait()
+            self._send(communicator, stream, copy.allocate(-1), action).wait()
             copy.release_staging()
             return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, copy.views)]
 
@@ -469,13 +511,12 @@ class ParamGroup:
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.drop_subgroup_shard()
         if self._inner_shard is not None:
-            self._inner_shard.versions = []
+            self._inner_shard.version = -1
             self._inner_shard.free()
 
     def invalidate_autograd(self) -> None:
         """Increase the version counters of the freed parameters, so that a backward that saved them raises."""
-        if self._buffer is not None:
-            torch.autograd.graph.increment_version([p.unsharded for p in self.parameters if p.unsharded is not None])
+        torch.autograd.graph.increment_version(self._unsharded)
 
     def keep_memory(self, keep: bool) -> None:
         """Set whether the buffers of all-gathers keep their memory when they are freed."""
@@ -509,32 +550,58 @@ class ParamGroup:
         self._buffer = self._inner_shard = None
         for parameter in self.parameters:
             parameter.unsharded = None
+        self.note_unsharded()
 
     def drop_gradients(self) -> None:
         """Discard the gradients of the unsharded parameters. Not collective, as `take_gradients` may be for partial ones."""
-        for parameter in self.parameters:
-            if parameter.unsharded is not None:
-                parameter.unsharded.grad = None
+        for unsharded in self._unsharded:
+            unsharded.grad = None
 
     def take_gradients(self) -> list[Tensor | None] | None:
         """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
         grads: list[Tensor | None] = []
         found = False
-        for parameter in self.parameters:
-            unsharded = parameter.unsharded
-            grad = None if unsharded is None else unsharded.grad
+        for unsharded in self._unsharded:
+            grad = unsharded.grad
             if grad is not None:
                 if grad.layout is not torch.strided:
-                    raise StateError(
-                        f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got "
-                        f"layout {grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
-                    )
-                unsharded.grad = None  # type: ignore[union-attr]
+                    raise self._sparse_error(len(grads), grad)
+                unsharded.grad = None
                 found = True
-                if not parameter.sharding.is_plain:
-                    grad = parameter.sharding.grad_to_local(grad, name=parameter.name)
             grads.append(grad)
-        return grads if found else None
+        if not found:
+            return None
+        if self._is_plain:
+            return grads
+        pairs = zip(self.parameters, grads)
+        return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name) for p, grad in pairs]
+
+    def _sparse_error(self, index: int, grad: Tensor) -> StateError:
+        parameter = self.parameters[index]
+        return StateError(
+            f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got layout "
+            f"{grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
+        )
+
+
+class _Slots:
+    """The slots of all parameters of a group, side by side.
+
+    Attributes:
+        are_plain: whether each module keeps its parameters in `held` alone.
+        held: `_parameters` of each slot's module.
+        names: the key in it.
+        sharded: the sharded parameter of each slot.
+        unsharded: the unsharded one.
+    """
+
+    __slots__ = ("are_plain", "held", "names", "sharded", "unsharded")
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        found = [(slot, parameter) for parameter in parameters for slot in parameter.slots]
+        self.are_plain = not any(slot.uses_setattr for slot, _ in found)
+        self.held, self.names = [slot.parameters for slot, _ in found], [slot.name for slot, _ in found]
+        self.sharded, self.unsharded = [p.sharded for _, p in found], [p.unsharded for _, p in found]
 
 
 def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:

@@ -229,7 +229,9 @@ class Reduction:
         if not self._inputs:
             return StartedWork()
         inputs, outputs = zip(*self._inputs)
-        return self.group.collectives.reduce.reduce_scatter(outputs, inputs, self.factors.scale)
+        collectives = self.group.collectives.reduce
+        reduce_scatter = collectives.reduce_scatter if collectives.observes else collectives.inner.reduce_scatter
+        return reduce_scatter(outputs, inputs, self.factors.scale)
 
     def _start_slices(self) -> StartedWork:
         """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""

@@ -16,7 +16,6 @@ from fullshard.core.module_tree import ParamRef, Slot
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
-from fullshard.core.subclasses import version_of_memory
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
@@ -56,6 +55,52 @@ def back_references(tensors: Iterable[Tensor]) -> list[WeakBackReference | None]
 def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
     """Return the ShardedParameter of each tensor in `tensors` that has one."""
     return [found for reference in back_references(tensors) if reference is not None and (found := reference()) is not None]
+
+
+_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: its WriteCounter, if it shares one
+
+
+class WriteCounter:
+    """A version counter that many sharded parameters share: one read shows whether any of them was written.
+
+    It counts operators of DTensor, also on the results of `detach()`, as in a state dict. Copies of parameters do not share it.
+    """
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, DTensor] = {}  # by type of device: empty tensors that have the counter
+
+    def of(self, tensor: DTensor) -> DTensor:
+        """Return a DTensor like `tensor` that shares this counter. Tensors of inference mode have none."""
+        if tensor.is_inference():
+            return tensor
+        kind = tensor.device.type
+        if kind not in self._tensors:
+            self._tensors[kind] = _torch.dtensor(_torch.local_tensor(tensor).new_empty(0), _torch.spec_of(tensor))
+        made = _torch.counted_by(self._tensors[kind], tensor)
+        made.__dict__[_COUNTER] = self
+        return made
+
+    def shown_by(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that has the counter of `tensor`, which is `of` another one."""
+        return self._tensors.get(tensor.device.type, tensor)
+
+    def __reduce__(self) -> Any:
+        return WriteCounter, ()
+
+    def __deepcopy__(self, memo: Any) -> WriteCounter:
+        return WriteCounter()
+
+
+def version_counters(sharded: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors whose version counters are those of these sharded parameters, one for each counter."""
+    found: dict[int, Tensor] = {}
+    for tensor in sharded:
+        counter = tensor.__dict__.get(_COUNTER)
+        shared = tensor if counter is None else counter.shown_by(tensor)
+        found[id(shared)] = shared
+    return list(found.values())
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -114,8 +159,7 @@ class ShardedParameter:
         sharded: the sharded parameter, a DTensor over `local` that callers see outside of forward and backward.
         unsharded: the unsharded parameter that modules compute with, in the group's unsharded buffer; None before the first
             all-gather.
-        write_count: number of writes to the shard that no version counter shows.
-        rebuilt: the part of `version` by groups that were built again, which write nothing.
+        counter: the version counter that its wrapper shares with others.
         unit: a weak reference to its unit; it returns None before the unit is complete, and once it is deleted.
         group: a weak reference to its group, the same object for all parameters of the group.
         unit_name: name of the unit.
@@ -127,13 +171,13 @@ class ShardedParameter:
     __slots__ = (
         "__weakref__",
         "_exposed",
+        "counter",
         "grad_dtype",
         "group",
         "keeps_dtype",
         "local",
         "local_grad",
         "name",
-        "rebuilt",
         "sharded",
         "sharding",
         "slots",
@@ -141,7 +185,6 @@ class ShardedParameter:
         "unit",
         "unit_name",
         "unsharded",
-        "write_count",
     )
 
     def __init__(
@@ -152,6 +195,7 @@ class ShardedParameter:
         *,
         keeps_dtype: bool = False,
         grad_dtype: GradDtype | None = None,
+        counter: WriteCounter | None = None,
     ) -> None:
         """Shard the parameter of `reference`, unless `sharded` is given.
 
@@ -161,6 +205,7 @@ class ShardedParameter:
             sharded: the sharded parameter, if it exists already because the unit is copied.
             keeps_dtype: whether the all-gather keeps the parameter's dtype.
             grad_dtype: dtype of `.grad`; None to take it from the original parameter.
+            counter: a version counter that others share; None for one of its own.
         """
         original = reference.parameter
         self.keeps_dtype = keeps_dtype
@@ -170,7 +215,7 @@ class ShardedParameter:
         self.spec = sharding.spec(original.dtype)
         self.unsharded: nn.Parameter | None = None
         self.local_grad: Tensor | None = None
-        self.write_count = self.rebuilt = 0
+        self.counter = WriteCounter() if counter is None else counter
         self.unit: Callable[[], Unit | None] = _nothing
         self.group: Callable[[], ParamGroup | None] = _nothing
         self.unit_name = UnitName("")
@@ -178,8 +223,10 @@ class ShardedParameter:
         self._exposed: tuple[int, int] | None = None
         if sharded is None:
             self.local: Tensor = sharding.slice(to_local(original.detach()))
-            sharded = as_parameter(_torch.dtensor(_torch.as_own_storage(self.local), self.spec), original.requires_grad)
+            made = self.counter.of(_torch.dtensor(_torch.as_own_storage(self.local), self.spec))
+            sharded = as_parameter(made, original.requires_grad)
         else:
+            sharded.__dict__.pop(_COUNTER, None)
             sharded = as_parameter(sharded, sharded.requires_grad)  # type: ignore[arg-type]
             self.local = to_local(sharded)
         self.sharded = sharded
@@ -210,27 +257,17 @@ class ShardedParameter:
         """The attributes of the sharded parameter that the user set, without those of fullshard."""
         return _user_attributes(self.sharded)
 
-    @property
-    def version(self) -> int:
-        """A number that increases with every write to the shard that can be seen."""
-        # Three counters, because each misses some writes: DTensor and local tensor have separate version counters, and fused
-        # operations, and DTensor's foreach operations, increase neither of them. Steps of optimizers are noted (`note_write`).
-        return self.write_count + self.sharded._version + version_of_memory(self.local)
-
     # --- the sharded parameter ---
 
     def bind_to_flat_shard(self, local: Tensor) -> None:
         """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
-        version = None if self.sharded.is_inference() else self.version
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
-        if local is not self.local:  # so that the sum in `shard_versions` never returns to an old value
-            self.write_count += 1 + version_of_memory(self.local)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
             # Dtype, device and inference mode of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the
             # object that optimizers reference stays the same.
-            fresh = as_parameter(_torch.dtensor(local, self.spec), self.sharded.requires_grad)
+            fresh = as_parameter(self.counter.of(_torch.dtensor(local, self.spec)), self.sharded.requires_grad)
             extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
             _torch.carry_hooks(self.sharded, fresh)
             torch.utils.swap_tensors(self.sharded, fresh)
@@ -239,8 +276,6 @@ class ShardedParameter:
         if self.grad_dtype.explicit:  # the swap discarded it
             _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
         self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
-        if version is not None:
-            self.rebuilt += self.version - version
 
     def adopt_grad_dtype(self) -> bool:
         """Take over the `grad_dtype` that the caller set on the sharded parameter. Return True if it is a new one."""
@@ -259,7 +294,9 @@ class ShardedParameter:
     def note_write(self) -> None:
         """Record a write to the shard, so that the next all-gather is not skipped."""
         # Fused operations, and DTensor's foreach operations, increase no version counter.
-        self.write_count += 1
+        group = self.group()
+        if group is not None:
+            group.writes += 1
 
     def assign(self, value: Tensor) -> None:
         """Replace the shard's values, for `.data = value`. Raise StateError if dtype or shape of `value` does not fit."""
@@ -342,6 +379,9 @@ class ShardedParameter:
             if (id(_torch.parameters_of(slot.module)), slot.name) not in known:
                 self.slots.append(ParamSlot(slot))
                 self.slots[-1].put(self.sharded)
+                group = self.group()
+                if group is not None:
+                    group.slots = None
 
     def install_plain(self, plain: nn.Parameter) -> None:
         """Register `plain`, an ordinary Parameter, in all slots until `restore`. It gets the attributes of the sharded one."""

@@ -409,6 +409,8 @@ class Unit:
             if value is not parameter.local:
                 parameter.replace_values(value)
                 parameter.bind_to_flat_shard(parameter.local)
+        for group in self.groups:
+            group.count_anew()
 
     # --- public calls; those that may be illegal check that first ---
     # Callers obtain the unit from `require_unit` or `units_of`, which start over after an interrupt.

@@ -160,12 +160,14 @@ class AllGather:
 
     Attributes:
         begin: starts the collective.
+        observed: the same, and reports it to who counts messages.
         copies_in: whether there are copy-in steps.
     """
 
     __slots__ = ("_copy_in_steps", "_copy_out_steps", "copies_in")
 
     begin: Callable[[], StartedWork]
+    observed: Callable[[], StartedWork]
 
     def __init__(self, before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
         self.copies_in, self._copy_in_steps, self._copy_out_steps = bool(before), before, after
@@ -178,8 +180,9 @@ class AllGather:
 
     def copy_in_and_begin(self) -> StartedWork:
         """Copy in and start the collective."""
-        self.copy_in()
-        return self.begin()
+        for step in self._copy_in_steps:
+            step()
+        return self.observed()
 
     def finish(self) -> None:
         """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
@@ -190,11 +193,18 @@ class AllGather:
 class PlannedAllGather(AllGather):
     """An all-gather whose tensors are known when it is planned."""
 
-    __slots__ = ("begin",)
+    __slots__ = ("begin", "observed")
 
-    def __init__(self, begin: Callable[[], StartedWork], before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], StartedWork],
+        before: Sequence[Step] = (),
+        after: Sequence[Step] = (),
+        *,
+        observed: Callable[[], StartedWork] | None = None,
+    ) -> None:
         super().__init__(before, after)
-        self.begin = begin
+        self.begin, self.observed = begin, begin if observed is None else observed
 
 
 class CustomMemoryAllGather(AllGather):
@@ -223,6 +233,8 @@ class CustomMemoryAllGather(AllGather):
         self._copy_out_steps = copy_out_steps(self._layout, self._flat, staging)
         return self._collectives.gatherer([staging], [chunk])()
 
+    observed = begin
+
 
 def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
     """Return the storage of `tensor`, and its size in bytes."""
@@ -233,11 +245,11 @@ class UnshardedBuffer(Protocol):
     """The memory that a group's parameters are all-gathered into. `FlatBuffer` is the one of a flat shard.
 
     Attributes:
-        versions: versions of the shards that were all-gathered last; empty before the first all-gather.
+        version: version of the shards that were all-gathered last; -1 before the first all-gather.
         keep: whether the memory is kept when it is freed.
     """
 
-    versions: list[int]
+    version: int
     keep: bool
 
     @property
@@ -250,8 +262,8 @@ class UnshardedBuffer(Protocol):
         """Bytes that are allocated, staging memory included."""
         ...
 
-    def allocate(self, versions: list[int]) -> AllGather:
-        """Allocate the memory on the compute stream, and return the all-gather of the shards, which have these versions."""
+    def allocate(self, version: int) -> AllGather:
+        """Allocate the memory on the compute stream, and return the all-gather of the shards, which have this version."""
         ...
 
     def release_staging(self) -> None:
@@ -278,7 +290,7 @@ class FlatBuffer:
         flat: the buffer, (unsharded_numel,).
         keep: whether `free` and `release_staging` leave the memory allocated, so that its address never changes.
         views: the unsharded parameters, one tensor each, with separate version counters.
-        versions: versions of the shards that were all-gathered last; empty before the first all-gather.
+        version: version of the shards that were all-gathered last; -1 before the first all-gather.
     """
 
     def __init__(
@@ -296,7 +308,7 @@ class FlatBuffer:
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
         self.views = [tensor_on_storage(self.flat, place.unsharded_offset, place.shape) for place in layout.offsets]
-        self.versions: list[int] = []
+        self.version = -1
         # With a custom all-gather that allocates its output when it starts: plans such an all-gather. None otherwise.
         self._plan_custom: Callable[[], AllGather] | None = None
         # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
@@ -355,13 +367,15 @@ class FlatBuffer:
             own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
             before.append(partial(torch._foreach_copy_, own, shards))
             shards = own
-        return PlannedAllGather(gather.gatherer(outs, shards), before, copy_out_steps(layout, flat, staging))
+        begin = gather.inner.gatherer(outs, shards)
+        observed = partial(gather.observed, "all_gather", begin, outs)
+        return PlannedAllGather(begin, before, copy_out_steps(layout, flat, staging), observed=observed)
 
-    def allocate(self, versions: list[int]) -> AllGather:
-        """Allocate memory on the compute stream, and return the all-gather for shards of these versions."""
-        if versions != self.versions:
+    def allocate(self, version: int) -> AllGather:
+        """Allocate memory on the compute stream, and return the all-gather for shards of this version."""
+        if version != self.version:
             # The shards were written after forward, so the subgroup's copy has the old weights.
-            self.versions, self._subgroup_gather = versions, None
+            self.version, self._subgroup_gather = version, None
         # The subgroup's all-gather writes straight into the buffer, so it needs no staging memory.
         for storage, nbytes in self._storages if self._subgroup_gather is None else self._storages[:1]:
             if not self.keep or storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal

@@ -45,12 +45,10 @@ class _InitialValues:
     Attributes:
         description: name, shape, dtype and options of the parameter.
         digests: hashes of its values and of this rank's shard of them, (2,) int64 on its device; None on meta.
-        version: the version of the shard that has these values. A later one was written.
     """
 
     description: str
     digests: Tensor | None
-    version: int
 
 
 _INITIAL: weakref.WeakKeyDictionary[ShardedParameter, _InitialValues] = weakref.WeakKeyDictionary()
@@ -76,7 +74,7 @@ def _expect_equal(unit: Unit, originals: Originals | None) -> None:
         description += f"{f' sharded along dim {parameter.sharding.dim}' if parameter.sharding.dim else ''}{kept}"
         on_meta = original.device.type == "meta"
         digests = None if on_meta else torch.stack([digest(original), digest(parameter.local)])
-        _INITIAL[parameter] = _InitialValues(description, digests, _version(parameter))
+        _INITIAL[parameter] = _InitialValues(description, digests)
     unit.before_first_use(_compare)
 
 
@@ -89,11 +87,6 @@ def compare_again(unit: Unit) -> None:
 
 def _around_allocation(unit: Unit) -> Callable[[], None]:
     return partial(compare_again, unit)
-
-
-def _version(parameter: ShardedParameter) -> int:
-    """Return a number that increases with every write to the shard that can be seen, but not if its group is built again."""
-    return parameter.version - parameter.rebuilt
 
 
 # --- in the first forward ---
@@ -244,9 +237,9 @@ def _claims(parameters: Sequence[ShardedParameter], axes: _Axes) -> list[_Claim]
             text = f"{p.unit_name.name} {initial.description}"
             hashed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
             descriptions.append(_Claim(p, everywhere, torch.tensor(hashed, device="cpu"), ""))
-            if initial.digests is None or shard is None or _version(p) != initial.version:
+            if initial.digests is None or shard is None:
                 models.append(_Claim(p, everywhere, None, _DIFFERENT_MODELS, torch.tensor(True, device="cpu")))
-            else:  # also by a collective or a fused operation, which increase no version counter
+            else:
                 written = shard != initial.digests[1].to(shard.device)
                 models.append(_Claim(p, everywhere, initial.digests[0], _DIFFERENT_MODELS, written))
         if over := axes.with_equal_shards(p):

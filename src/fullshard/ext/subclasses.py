@@ -23,6 +23,7 @@ from fullshard.core import (
     register_group,
     take_attributes,
     tensor_on_storage,
+    version_of_memory,
 )
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
@@ -73,7 +74,7 @@ class ExtensionBuffer:
     A shard with fewer rows than others is padded before the hook is called, so that all ranks send the same sizes.
 
     Attributes:
-        versions: versions of the shard that was all-gathered last; empty before the first all-gather.
+        version: version of the shard that was all-gathered last; -1 before the first all-gather.
         keep: whether the memory is kept when it is freed.
     """
 
@@ -82,7 +83,7 @@ class ExtensionBuffer:
         self._dtypes, self._dtype = dtypes, dtypes.compute
         # Whether to free the all-gather outputs after fsdp_post_all_gather, and not only when resharding.
         self._releases_outs = _releases_outputs(parameter)
-        self.versions: list[int] = []
+        self.version = -1
         self.keep = False
         # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
         self._unsharded: Tensor | None = None
@@ -93,9 +94,9 @@ class ExtensionBuffer:
         # Inner tensors from fsdp_post_all_gather with separate memory, and their bytes.
         self._inner: list[tuple[Tensor, int]] = []
 
-    def allocate(self, versions: list[int]) -> PlannedAllGather:
+    def allocate(self, version: int) -> PlannedAllGather:
         """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
-        self.versions = versions
+        self.version = version
         shard = self._padded_shard()
         if shard.device != self._storage.device:  # CPU offload
             home, shard = shard, shard.to(self._storage.device, non_blocking=True)
@@ -140,6 +141,7 @@ class ExtensionBuffer:
                 even = self._unsharded.shape[0] == rows
                 view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
                 self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
+                self._parameter.group().note_unsharded()  # type: ignore[union-attr]
             else:
                 unsharded: Any = self._parameter.unsharded
                 even = self._unsharded.shape[0] == rows
@@ -271,9 +273,9 @@ class ExtensionGroup(ParamGroup):
                 f"its own all-gather hooks ({_PRE}), which work on dim 0. Shard it along dim 0."
             )
 
-    def shard_versions(self) -> list[int]:
+    def version(self) -> int:
         """Return a number that increases with every write to the shard, or to a tensor inside of it."""
-        return [self.parameters[0].version]
+        return super().version() + version_of_memory(self.parameters[0].local)
 
     def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
         """Copy the shard, without a flat shard."""

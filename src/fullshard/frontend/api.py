@@ -23,7 +23,7 @@ from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_shard
 from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
-from fullshard.core.sharded_param import ShardedParameter, to_local
+from fullshard.core.sharded_param import ShardedParameter, WriteCounter, to_local
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.units import name_units_in, unit_of
 from fullshard.errors import warn_once
@@ -181,9 +181,8 @@ def _shard(
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
     _move(refs, found.managed, home, axis.device)
     with torch.no_grad():
-        new = [
-            ShardedParameter(ref, how, keeps_dtype=keeps) for ref, how, keeps in zip(refs, found.shardings, found.keep_dtype)
-        ]
+        counter, given = WriteCounter(), zip(refs, found.shardings, found.keep_dtype)
+        new = [ShardedParameter(ref, how, keeps_dtype=keeps, counter=counter) for ref, how, keeps in given]
         unit = make_unit(modules, [*found.ties.take(), *new], axis, options)
         for parameter, ref in zip(new, refs):
             replace_with_sharded(parameter, ref.parameter)

@@ -148,7 +148,7 @@ class _Installed:
 
 def _shard_state(unit: Unit, *, grads: bool) -> list[object]:
     """Return a value that changes with each write to the shards of a unit; with `grads`, to their gradients as well."""
-    found: list[object] = [group.shard_versions() for group in unit.groups]
+    found: list[object] = [group.version() for group in unit.groups]
     if grads:
         local = [None if p.sharded.grad is None else _torch.local_part(p.sharded.grad) for p in unit.parameters]
         found += [None if one is None else (one.data_ptr(), one._version) for one in local]

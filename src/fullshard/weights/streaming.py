@@ -399,11 +399,12 @@ class _Bucket:
 
 
 def _version(entry: ModelEntry) -> int:
-    """Return a number that grows when the tensor is written."""
+    """Return a number that grows when the tensor is written, or another one of its parameter group."""
     parameter, value = entry.parameter, entry.value
     if parameter is None or value is not None:
         return entry.local._version
-    return parameter.version
+    group = parameter.group()
+    return 0 if group is None else group.version()
 
 
 def _identity(tensor: Tensor) -> Tensor:
