@@ -144,7 +144,9 @@ FAULTS: dict[str, tuple[Patch, ...]] = {
     "whole matrices are read before they arrive": ((OwnerExchange, "_wait", as_they_are_sent("matrices to their owners")),),
     "the second of two hops does not wait for the first": ((DeviceStream, "run", lane("hops at once")),),
     "sums over shards are freed as the hop over replicas is sent": ((Reduction, "note_started", sum_as_the_hop_is_sent),),
-    "the result of a hop is freed before the second one has read it": ((ParamGroup, "start_all_gather", given_back_as_it_is_read),),
+    "the result of a hop is freed before the second one has read it": (
+        (ParamGroup, "start_all_gather", given_back_as_it_is_read),
+    ),
     "nothing waits for copies of the host's memory": ((ParamGroup, "synchronize_host", lambda group: None),),
 }
 

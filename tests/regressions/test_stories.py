@@ -203,7 +203,7 @@ def test_waiting_for_the_last_message_before_the_group_is_destroyed(world: World
     """A heartbeat that nobody waited for outlived its process group and aborted the process at exit."""
     model = shard_stack(Stack(1), world.mesh)
     square(model(world.mine(batch(0)))).backward()
-    assert len(model._fullshard_unit.runtime.reducer._in_flight) == 0
+    assert len(model._fullshard_unit.runtime.reducer.in_flight) == 0
 
 
 @ranks(2)

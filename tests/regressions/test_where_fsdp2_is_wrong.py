@@ -215,16 +215,16 @@ def test_j_setters_act_after_the_first_forward_and_roots_share_order_whenever_th
     fullshard.share_comm_ctx([sharded, shard_stack(Stack(), world.mesh)])
     runtime = sharded._fullshard_unit.runtime
     most: list[int] = []
-    push = runtime.reducer._in_flight.push
-    runtime.reducer._in_flight.push = lambda *args, **kwargs: (
+    push = runtime.reducer.in_flight.push
+    runtime.reducer.in_flight.push = lambda *args, **kwargs: (
         push(*args, **kwargs),
-        most.append(len(runtime.reducer._in_flight)),
+        most.append(len(runtime.reducer.in_flight)),
     )[0]
-    poll, runtime.reducer._in_flight.poll = runtime.reducer._in_flight.poll, lambda: None
+    poll, runtime.reducer.in_flight.poll = runtime.reducer.in_flight.poll, lambda: None
     try:
         both(world, sharded, model)
     finally:
-        runtime.reducer._in_flight.push, runtime.reducer._in_flight.poll = push, poll
+        runtime.reducer.in_flight.push, runtime.reducer.in_flight.poll = push, poll
     assert max(most) == 4
     assert_same_grads(sharded, model)
 

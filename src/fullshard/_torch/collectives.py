@@ -55,9 +55,7 @@ def all_gather_base(group: dist.ProcessGroup, out: Tensor, shard: Tensor) -> Cal
     return partial(getattr(group, _ALL_GATHER), out, shard, _GATHER)
 
 
-def all_gather_coalesced(
-    group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]
-) -> Callable[[], Started]:
+def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
     """Return a function of C that starts the all-gather each time it is called."""
     return partial(getattr(group, _ALL_GATHER_COALESCED), outs, shards, _GATHER)
 

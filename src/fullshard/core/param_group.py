@@ -98,6 +98,7 @@ class ParamGroup:
         self.installed = False
         self.writes = 0
         self._counters: list[Tensor] = []  # tensors whose version counters show the other writes
+        self._are_shared = True  # no wrapper has a counter of its own
         self._sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
@@ -190,9 +191,13 @@ class ParamGroup:
 
     def count_anew(self) -> None:
         """Find the counters of writes again, after the memory or the wrapper of a parameter was replaced."""
-        known = [buffer.version for buffer in (self._buffer, self._inner_shard) if buffer is not None]
-        self.writes = max(self.version(), *known, -1) + 1  # so that the version never returns to an old value
-        self._counters = [self.shard, *version_counters(self._sharded)]
+        before, were_shared = self.version(), self._are_shared
+        counters, self._are_shared = version_counters(self._sharded)
+        self._counters = [self.shard, *counters]
+        self.writes += before - self.version()
+        if not were_shared:  # a wrapper took its own counter with it: the version must not return to an old value
+            known = [buffer.version for buffer in (self._buffer, self._inner_shard) if buffer is not None]
+            self.writes += max(0, *known, before) + 1 - before
 
     def version(self) -> int:
         """Return a number that increases with every write to a shard that can be seen."""
@@ -239,8 +244,8 @@ class ParamGroup:
         return self._buffer is not None and self._buffer.version != self.version()
 
     # --- slots ---
-    # Every forward and backward runs this code: it looks at all slots in C, where no interrupt comes in between, and at each one
-    # only if something differs.
+    # Every forward and backward runs this code: it looks at all slots in C, where no interrupt comes in between, and at each
+    # one only if something differs.
 
     def install(self) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.

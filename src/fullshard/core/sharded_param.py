@@ -93,14 +93,16 @@ class WriteCounter:
         return WriteCounter()
 
 
-def version_counters(sharded: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors whose version counters are those of these sharded parameters, one for each counter."""
+def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+    """Return tensors whose version counters are those of these sharded parameters, and whether all of them are shared."""
     found: dict[int, Tensor] = {}
+    are_shared = True
     for tensor in sharded:
         counter = tensor.__dict__.get(_COUNTER)
         shared = tensor if counter is None else counter.shown_by(tensor)
         found[id(shared)] = shared
-    return list(found.values())
+        are_shared = are_shared and shared is not tensor
+    return list(found.values()), are_shared
 
 
 def to_local(tensor: Tensor) -> Tensor:
