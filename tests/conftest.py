@@ -82,6 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # a lane has the folder of the run
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build" / "inductor"))  # compiled code is for the next run, too
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # without vectors, of which no claim tells, g++ takes half as long
     folder = tempfile.mkdtemp(prefix="fullshard-tests")
     config.stash[FOLDER] = Path(folder)
     os.environ["TMPDIR"] = tempfile.tempdir = folder

@@ -38,7 +38,6 @@ def compiling() -> Iterator[None]:
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1
-    torch._inductor.config.cpp.vec_isa_ok = False  # without vectors, of which no claim tells, g++ takes half as long
     torch._dynamo.reset()
     counters.clear()
     try:
