@@ -87,23 +87,8 @@ def test_full_parameters_on_one_rank_of_one_unit_in_another_dtype(world: World) 
 
 @ranks(2)
 def test_what_a_block_of_full_parameters_would_lose_is_an_error(world: World) -> None:
-    """An optimizer step inside was overwritten by the older values; tensors of other shapes were cut off, or written in part."""
-    model = Stack()
-    sharded = shard_stack(copy.deepcopy(model), world.mesh)
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-    square(sharded(world.mine(batch(0)))).backward()
-    with pytest.raises(StateError, match=r"units \[.*\] were written inside full_params\(\)"), fullshard.full_params(sharded):
-        optimizer.step()
-    square(model(batch(0))).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert_same_parameters(sharded, model)
-    with pytest.raises(StateError, match="were written inside"), fullshard.full_params(sharded, grads=True):
-        optimizer.zero_grad()
-    square(sharded(world.mine(batch(0)))).backward()
-    with pytest.raises(StateError, match="were written inside"), fullshard.full_params(sharded, grads=True):
-        fullshard.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
-    with fullshard.full_params(sharded, write=False):
-        optimizer.step()
+    """Tensors of other shapes were cut off, or written in part."""
+    sharded = shard_stack(Stack(), world.mesh)
     before = [full(p) for p in sharded.parameters()]
     name, weight = next(iter(sharded.named_parameters()))
     rows, *columns = weight.shape

@@ -1618,10 +1618,10 @@ DIFFERENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "factors": (divided, {"factor": 1.0}, {"factor": 2.0}, r"\(divided by 1.0\)"),
     "norms": (clipped, {"max_norm": 1.0}, {"max_norm": 2.0}, r"clip_grad_norm_\(1.0, 2.0\)"),
     "powers": (clipped, {"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0}, r"clip_grad_norm_\(1.0, 1.0\)"),
-    "gradients": (shown, {"drops": True}, {}, "the ranks have gradients of different parameters"),
-    "writes": (shown, {"write": False}, {}, "write, rank0_only, grads or dtype differs"),
-    "seeds": (materialized, {"seed": 0}, {"seed": 1}, "seed differs between ranks"),
-    "drawn seeds": (materialized, {"seed": None}, {"seed": 1}, "seed differs between ranks"),
+    "gradients": (shown, {"drops": True}, {}, r"gradient of 'head.weight',"),
+    "writes": (shown, {"write": False}, {}, r"rank 0 ran full_params\(write=True, .*; rank 1 ran full_params\(write=False, "),
+    "seeds": (materialized, {"seed": 0}, {"seed": 1}, r"materialize\(seed=0\)"),
+    "drawn seeds": (materialized, {"seed": None}, {"seed": 1}, r"materialize\(seed=None\)"),
     "process groups": (separated, {"separate": True}, {"separate": False}, r"set_separate_reduce_scatter_group\(\)"),
 }
 

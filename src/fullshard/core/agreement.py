@@ -79,7 +79,6 @@ class Agreement(Ranks):
         subject: str = "",
         *,
         ranks: Sequence[int] | None = None,
-        shards: bool = True,
     ) -> None:
         """Begin a call.
 
@@ -91,17 +90,16 @@ class Agreement(Ranks):
             doing: the name of the call.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
             ranks: global ranks that take part; None for those of the only axis.
-            shards: False if only ranks with equal shards take part, i.e. the ranks of the replicate axis.
         """
         self.axes = tuple(axes)
         self.device = axes[0].device if axes else torch.device("cpu")
         self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
-        self._ranks, self._shards = ranks, shards
+        self._ranks = ranks
         self.groups: dict[dist.ProcessGroup, ShardAxis] = {}
         for axis in axes:
             if axis.replicas is not None and axis.replicas.ranks > 1:
                 self.groups.setdefault(axis.replicas.group, axis)
-            if shards and axis.group is not None and axis.ranks > 1:
+            if axis.group is not None and axis.ranks > 1:
                 self.groups.setdefault(axis.group, axis)
         self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
         self._last: LoggedCall | None = None
@@ -110,7 +108,7 @@ class Agreement(Ranks):
         """Return the agreement of the same call for parameters on another axis."""
         if [axis.key] == [one.key for one in self.axes]:
             return self
-        return Agreement(self._communicator, [axis], self._unit_name, self._doing, self._subject, shards=self._shards)
+        return Agreement(self._communicator, [axis], self._unit_name, self._doing, self._subject)
 
     def over(self, groups: Iterable[dist.ProcessGroup]) -> Agreement:
         """Return the agreement of the same call over some of its process groups."""
@@ -132,18 +130,6 @@ class Agreement(Ranks):
         """Position of this rank in `ranks`."""
         return self.ranks.index(dist.get_rank()) if len(self.ranks) > 1 else 0
 
-    def equal_on_axes(self, contents: Sequence[tuple[ShardAxis, bytes]]) -> bool:
-        """Return True if on each axis all ranks have equal contents. Collective on all of them, on all ranks in this order.
-
-        All ranks that the axes connect get the same result, so that no rank raises while another one waits for it.
-        """
-        found = [self.on_axis(axis).all_equal(content) for axis, content in contents]  # on all of them, whatever the first says
-        equal = all(found)
-        for _ in range(2 if len(contents) > 1 else 0):  # ranks of another axis may have found a difference
-            flags = [self.on_axis(axis).maximum(torch.tensor([not equal], dtype=torch.uint8)) for axis, _ in contents]
-            equal = not any(bool(flag.item()) for flag in flags)
-        return equal
-
     # --- small tensors ---
 
     def maximum(self, tensor: Tensor) -> Tensor:
@@ -155,12 +141,9 @@ class Agreement(Ranks):
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of a tensor of integers, which are not negative."""
-        return self._from_rank(0, tensor)
-
-    def _from_rank(self, index: int, tensor: Tensor) -> Tensor:
-        # All other ranks pass zeros, so the maximum is the tensor of this one rank. `maximum` reduces over one axis after the
-        # other and so reaches all ranks, wherever the rank is on each axis.
-        return self.maximum(tensor if self.index == index else torch.zeros_like(tensor))
+        # All other ranks pass zeros, so the maximum is that tensor. `maximum` reduces over one axis after the other and so
+        # reaches all ranks.
+        return self.maximum(tensor if self.index == 0 else torch.zeros_like(tensor))
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         """All-gather a tensor over one of the groups. Return (ranks, ...)."""
@@ -223,6 +206,8 @@ class Agreement(Ranks):
         """
         if at_most is None:
             at_most = int(self.maximum(torch.tensor([len(content)], device="cpu")).item())
+            if not at_most:
+                return dict.fromkeys(self.ranks, b"")
         mine = content[:at_most]
         padded = _HEADER.pack(dist.get_rank() if self.groups else 0, len(mine)) + mine.ljust(at_most)
         rows = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
@@ -243,25 +228,16 @@ class Agreement(Ranks):
 
     def first_rank_bytes(self, content: bytes) -> bytes:
         """Return the bytes of the first rank. Collective; other ranks may pass anything."""
-        return self._bytes_of_rank(0, content)
-
-    def _bytes_of_rank(self, index: int, content: bytes) -> bytes:
-        length = int(self._from_rank(index, torch.tensor([len(content)], device="cpu")).item())
-        if not length:
-            return b""
-        mine = bytearray(content if self.index == index else length)
-        return _bytes_in(self._from_rank(index, torch.frombuffer(mine, dtype=torch.uint8)))
+        length = int(self.from_first_rank(torch.tensor([len(content)], device="cpu")).item())
+        mine = bytearray(content[:length].ljust(length))  # others send as many bytes, which count for nothing
+        return _bytes_in(self.from_first_rank(torch.frombuffer(mine, dtype=torch.uint8))) if length else b""
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
         """Return the error of the first rank that failed: a ValueError if it raised one, else a RuntimeError. Collective."""
-        # The maximum of `last - index` is that of the first rank that failed; 0 if none did.
-        last = len(self.ranks)
-        found = int(self.maximum(torch.tensor([0 if failure is None else last - self.index], device="cpu")).item())
-        if not found:
-            return None
         kind, text = ("V" if isinstance(failure, ValueError) else "R"), str(failure) or type(failure).__name__
-        message = self._bytes_of_rank(last - found, printable(kind + text).encode()).decode()
-        return (ValueError if message[0] == "V" else RuntimeError)(message[1:])
+        mine = b"" if failure is None else printable(kind + text).encode()
+        first = next(filter(None, self.gather_bytes(mine).values()), b"").decode()
+        return (ValueError if first[0] == "V" else RuntimeError)(first[1:]) if first else None
 
     # --- large tensors ---
 

@@ -518,10 +518,10 @@ class Unit:
         """Wait until all ranks are about to begin what follows, before this rank changes anything."""
         self.agreement(doing).barrier()
 
-    def agreement(self, doing: str, *, shards: bool = True) -> Agreement:
+    def agreement(self, doing: str) -> Agreement:
         """Return an `Agreement` of the ranks for a call on the unit outside of a step."""
         subject = f"{self.global_id} {doing}"
-        return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject, shards=shards)
+        return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject)
 
     # --- options and groups ---
 

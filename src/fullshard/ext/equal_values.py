@@ -147,9 +147,10 @@ def _broadcast_over_replicas(unit: Unit) -> None:
     for p in unit.parameters:
         shards.setdefault(p.sharding.axis.key, (p.sharding.axis, []))[1].append(p.local)
         p.note_write()  # collectives increase no version counter
-    agreement = unit.agreement("broadcast over replicas", shards=False)
+    agreement = unit.agreement("broadcast over replicas")
     for axis, values in shards.values():
-        agreement.on_axis(axis).broadcast(values)
+        if axis.replicas is not None and axis.replicas.ranks > 1:
+            agreement.on_axis(axis).over([axis.replicas.group]).broadcast(values)
 
 
 class _Axes:

@@ -70,9 +70,10 @@ def materialize(
     for unit in units:
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device
-    agreement, others = units[0].agreement("materialize()"), _other_axes(units)
-    if not agreement.equal_on_axes([(axis, repr(seed).encode()) for axis in (units[0].axis, *others)]):
-        raise ValueError(f"materialize(): seed differs between ranks, got {seed!r} on this one. Pass the same on all ranks.")
+    # The name of the call has the seed, so ranks with other seeds raise, and name them.
+    agreement, others = units[0].agreement(f"materialize(seed={seed})"), _other_axes(units)
+    for axis in (units[0].axis, *others):
+        agreement.on_axis(axis).barrier()
     if seed is None:
         seed = common_seed(agreement, others)
     groups = [group for unit in units for group in unit.groups]
