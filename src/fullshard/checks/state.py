@@ -1,9 +1,8 @@
-"""State of this rank: its logs and the waits of its threads; and the form in which it is published."""
+"""State of a rank in a log, as it is published, and the waits of its threads."""
 
 from __future__ import annotations
 
 import json
-import weakref
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -141,43 +140,3 @@ def _is_done(call: _CallInFlight) -> bool:
         return call.done()
     except RuntimeError:  # the device failed, which the thread of the program raises
         return True
-
-
-class LocalState:
-    """Logs and waits of this process, referenced weakly.
-
-    Attributes:
-        rank: global rank of this process.
-        logs: logs by key.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.logs: weakref.WeakValueDictionary[str, CollectiveLog] = weakref.WeakValueDictionary()
-        self._waits: weakref.WeakSet[WaitState] = weakref.WeakSet()
-
-    def new_wait_state(self) -> WaitState:
-        """Create the wait state of one thread."""
-        state = WaitState()
-        self._waits.add(state)
-        return state
-
-    def all_logs(self) -> list[CollectiveLog]:
-        """Return the logs that are alive."""
-        return list(self.logs.values())
-
-    def waits(self) -> list[WaitState]:
-        """Return the wait states that are alive."""
-        return list(self._waits)
-
-    def waiting_in(self, log: CollectiveLog) -> LoggedCall | None:
-        """Return a call of `log` that a thread waits for; None if no thread waits in it."""
-        return next((call for state in self._waits if (call := state.waits_in(log)) is not None), None)
-
-    def state(self, log: CollectiveLog, notices_read: int = 0, *, ended: bool = False) -> RankState:
-        """Return the state to publish. `notices_read` is the number of notices that this rank has read."""
-        count, digest = log.snapshot()
-        texts = {number: text for number, _, text in log.recent_calls()}
-        waiting = self.waiting_in(log)
-        waits = None if waiting is None else f"{waiting.number}, {texts.get(waiting.number, waiting.fingerprint)}"
-        return RankState(count, digest, notices_read, texts.get(count, ""), waits, log.exception_note, ended)

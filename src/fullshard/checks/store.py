@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fullshard import _torch
-from fullshard.checks.collective_log import CollectiveLog, headline
+from fullshard.checks.collective_log import CollectiveLog
 from fullshard.checks.state import RankState
 
 TICK = 0.1  # seconds between two checks of the watchdog
@@ -48,7 +48,6 @@ class StateStore:
         self._present: set[str] = set()  # keys known to exist; keys are never deleted
         self._published: dict[str, bytes] = {}  # records as last published
         self._gap = 0  # polls that found the next notice missing
-        self._warned = False
 
     def period(self, *, waits: bool) -> float:
         """Return the seconds between two polls of this rank. `waits`: whether it, or a rank that asked it, waits."""
@@ -61,22 +60,13 @@ class StateStore:
 
     # --- records ---
 
-    def publish(self, records: Mapping[str, bytes]) -> None:
-        """Write the records that have changed. One request, if the store has the extended API."""
-        changed = {key: value for key, value in records.items() if self._published.get(key) != value}
-        if self.is_cut_off:
-            return
-        if self._extended and changed:
-            self._store.multi_set(list(changed), list(changed.values()))
-        else:
-            for key, value in changed.items():
-                self._store.set(key, value)
-        self._published.update(changed)
-
-    def publish_state(self, log: CollectiveLog, state: RankState) -> None:
-        """Publish this rank's state in a log, and its recent calls."""
+    def publish(self, log: CollectiveLog, state: RankState) -> None:
+        """Publish this rank's state in a log, and its recent calls, if they have changed."""
         calls = zlib.compress(json.dumps(log.recent_calls()).encode())
-        self.publish({f"{log.key}/{self.rank}": state.pack(), f"{log.key}/{self.rank}/calls": calls})
+        for key, record in ((f"{log.key}/{self.rank}", state.pack()), (f"{log.key}/{self.rank}/calls", calls)):
+            if self._published.get(key) != record and not self.is_cut_off:
+                self._store.set(key, record)
+                self._published[key] = record
 
     def has_published(self, log: CollectiveLog) -> bool:
         """Return True if this rank has published a state in the log."""
@@ -87,10 +77,8 @@ class StateStore:
         keys = {f"{log.key}/{rank}": rank for rank in (log.ranks if ranks is None else ranks) if rank != self.rank}
         found: dict[int, RankState] = {}
         for key, record in self._read(list(keys)).items():
-            try:
+            with contextlib.suppress(ValueError, TypeError):  # another version of fullshard writes under the same keys
                 found[keys[key]] = RankState.unpack(record)
-            except (ValueError, TypeError) as wrong:
-                self._warn_unreadable(f"the state of rank {keys[key]}", wrong)
         return found
 
     def windows(self, log: CollectiveLog, ranks: Sequence[int]) -> dict[int, Window]:
@@ -98,11 +86,9 @@ class StateStore:
         keys = {f"{log.key}/{rank}/calls": rank for rank in ranks if rank != self.rank}
         found: dict[int, Window] = {}
         for key, record in self._read(list(keys)).items():
-            try:
+            with contextlib.suppress(ValueError, TypeError, zlib.error):
                 window = json.loads(zlib.decompress(record))
                 found[keys[key]] = [(int(number), int(digest), str(text)) for number, digest, text in window]
-            except (ValueError, TypeError, zlib.error) as wrong:
-                self._warn_unreadable(f"the calls of rank {keys[key]}", wrong)
         return found
 
     def _read(self, keys: Sequence[str]) -> dict[str, bytes]:
@@ -146,12 +132,8 @@ class StateStore:
             self._gap = 0
             self.notices_read = number
             for record in found.values():
-                try:
-                    notice = list(json.loads(record))
-                except (ValueError, TypeError) as wrong:
-                    self._warn_unreadable("a notice", wrong)
-                else:
-                    yield number, notice
+                with contextlib.suppress(ValueError, TypeError):
+                    yield number, list(json.loads(record))
 
     # --- the end of the program ---
 
@@ -173,13 +155,3 @@ class StateStore:
         self._last = self._read([f"{log.key}/0" for log in logs if 0 in log.ranks])
         self._store.add("left", 1)
         self.is_cut_off = True
-
-    def _warn_unreadable(self, what: str, wrong: Exception) -> None:
-        """Warn, the first time only, that a record cannot be read."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"fullshard's watchdog cannot read {what} in the store of the process group and skips it ({headline(wrong)}). "
-                "Another program, or another version of fullshard, writes under the same keys.",
-                stacklevel=2,
-            )

@@ -15,7 +15,7 @@ from typing import Any
 
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall, headline
-from fullshard.checks.state import LocalState, WaitState
+from fullshard.checks.state import RankState, WaitState
 from fullshard.checks.store import TICK, StateStore
 from fullshard.checks.verdict import Inquiry
 
@@ -61,7 +61,8 @@ class Watchdog:
 
     def __init__(self, store: StateStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._clock = store, clock
-        self._local = LocalState(store.rank)
+        self._logs: weakref.WeakValueDictionary[str, CollectiveLog] = weakref.WeakValueDictionary()  # by key
+        self._waits: weakref.WeakSet[WaitState] = weakref.WeakSet()  # of the threads
         self._lock = threading.RLock()
         self._last_poll = clock() - store.period(waits=False) * (1 - store.rank / store.size)  # so that ranks take turns
         self._following_until = float("-inf")  # until then, this rank polls as often as if it waited
@@ -71,23 +72,28 @@ class Watchdog:
         self._diverged_at: dict[str, float] = {}  # time at which ranks were found to diverge, by key of the log
         # The last result of `describe_peers`: log -> (number of calls, text).
         self._described: weakref.WeakKeyDictionary[CollectiveLog, tuple[int, str]] = weakref.WeakKeyDictionary()
-        self._thread = WatchThread(self)
+        self._process, self._ended = os.getpid(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     # --- logs and waits ---
 
     def add(self, log: CollectiveLog, *, start: bool = True) -> None:
         """Watch the waits in `log`. `start` also starts the thread, if it does not run yet."""
         with self._lock:
-            self._local.logs[log.key] = log
+            self._logs[log.key] = log
             if log.key in self._verdicts:
                 log.close(self._verdicts[log.key])
-        if start:
+        if start and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
+            PROCESS.threads = [*filter(threading.Thread.is_alive, PROCESS.threads), self._thread]
             self._thread.start()
 
     def new_wait_state(self) -> WaitState:
         """Create the wait state of one thread."""
+        state = WaitState()
         with self._lock:
-            return self._local.new_wait_state()
+            self._waits.add(state)
+        return state
 
     @property
     def has_closed(self) -> bool:
@@ -96,7 +102,17 @@ class Watchdog:
 
     def positions(self) -> list[str]:
         """Return the state of this rank in each log that has calls."""
-        return [str(self._local.state(log)) for log in self._local.all_logs() if log.count]
+        return [str(self._state(log)) for log in list(self._logs.values()) if log.count]
+
+    def _state(self, log: CollectiveLog, *, ended: bool = False) -> RankState:
+        count, digest = log.snapshot()
+        texts = {number: text for number, _, text in log.recent_calls()}
+        waiting = self._waiting_in(log)
+        waits = None if waiting is None else f"{waiting.number}, {texts.get(waiting.number, waiting.fingerprint)}"
+        return RankState(count, digest, self._store.notices_read, texts.get(count, ""), waits, log.exception_note, ended)
+
+    def _waiting_in(self, log: CollectiveLog) -> LoggedCall | None:
+        return next((call for state in list(self._waits) if (call := state.waits_in(log)) is not None), None)
 
     def follow_peers(self) -> None:
         """Poll often for a while: this rank raised an exception, and other ranks may soon wait for it."""
@@ -104,11 +120,36 @@ class Watchdog:
 
     def end(self) -> None:
         """Stop the watchdog, because the program ends or its process group was destroyed."""
-        if self._thread.end() and not self._store.is_cut_off:
+        if self._ended.is_set() or os.getpid() != self._process:  # it belongs to the parent of this forked process
+            return
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(EXIT_SECONDS)
+        if not self._store.is_cut_off:
             with contextlib.suppress(Exception):
-                for log in self._local.all_logs():
+                for log in list(self._logs.values()):
                     self._publish(log, ended=True)
                 self._store.leave()
+
+    def _run(self) -> None:
+        _torch.relax_capture_mode()  # the checks poll events of collectives in flight
+        failures = 0
+        while not self._ended.wait(TICK):
+            try:
+                if _torch.default_store() is not PROCESS.store:
+                    return PROCESS.end_destroyed(self)
+                self.check()
+                failures = 0
+            except _torch.NetworkError:  # the store cannot be reached: its rank ended
+                return
+            except Exception as failure:
+                failures += 1
+                if failures > 20:
+                    warnings.warn(
+                        f"fullshard's watchdog stopped after {failures} consecutive errors, the last one: {headline(failure)}",
+                        stacklevel=2,
+                    )
+                    return
 
     # --- check ---
 
@@ -116,7 +157,7 @@ class Watchdog:
         """Check the waits of this rank, and poll the store if that is due."""
         now = self._clock()
         with self._lock:
-            waits = self._local.waits()
+            waits = list(self._waits)
             for state in waits:
                 state.poll_device()
             stuck = [state for state in waits if state.seconds_waiting(now) > state.patience]
@@ -129,7 +170,7 @@ class Watchdog:
     def _exchange(self, now: float, stuck: Sequence[WaitState], follows: bool) -> None:
         """Read notices, publish the states of this rank, and diagnose the waits `stuck`."""
         self._read_notices()
-        for log in self._local.all_logs():
+        for log in list(self._logs.values()):
             if follows or not self._store.has_published(log):
                 self._publish(log)
             waits = [state for state in stuck if state.waits_in(log) is not None]
@@ -146,23 +187,23 @@ class Watchdog:
                 asked = True
             elif kind == "verdict":
                 key, text = rest
-                log = self._local.logs.get(key)
+                log = self._logs.get(key)
                 if self._verdicts.setdefault(key, text) == text and log is not None:
                     log.close(text)
             elif kind == "leave":
-                self._store.cut_off(self._local.all_logs())
+                self._store.cut_off(list(self._logs.values()))
         if asked:
             self.follow_peers()
-            for log in self._local.all_logs():
+            for log in list(self._logs.values()):
                 self._publish(log)
 
     def _publish(self, log: CollectiveLog, *, ended: bool = False) -> None:
-        self._store.publish_state(log, self._local.state(log, self._store.notices_read, ended=ended))
+        self._store.publish(log, self._state(log, ended=ended))
 
     def _request(self, log: CollectiveLog) -> _Request:
         """Request the states of all ranks in a log."""
-        number = self._store.post("request", log.key, self._local.rank)
-        request = self._requests[log.key] = _Request(number, self._local.rank, self._clock())
+        number = self._store.post("request", log.key, self._store.rank)
+        request = self._requests[log.key] = _Request(number, self._store.rank, self._clock())
         return request
 
     def _diagnose(self, log: CollectiveLog, waits: Sequence[WaitState], now: float) -> None:
@@ -179,14 +220,14 @@ class Watchdog:
             and state.seconds_waiting(now) > state.timeout
             and (call := state.waits_in(log)) is not None
         ]
-        if request.rank != self._local.rank and not late:
+        if request.rank != self._store.rank and not late:
             return  # another rank reads
         inquiry = Inquiry(self._store, log, request.number)
         text = self._why(log, inquiry, waits, now)
         if text is None and late:
             state, call = late[0]
             if inquiry.is_complete or state.seconds_waiting(now) > (state.timeout or 0.0) + interval:
-                text = f"rank {self._local.rank} waited {state.timeout:g} seconds (CheckPolicy.timeout) in {call}. {inquiry}"
+                text = f"rank {self._store.rank} waited {state.timeout:g} seconds (CheckPolicy.timeout) in {call}. {inquiry}"
         if text is not None:
             self._post_verdict(log, text)
 
@@ -225,10 +266,10 @@ class Watchdog:
 
     def _abort_closed(self, now: float) -> None:
         """Abort the process groups of closed logs: at once, or if a thread goes on to wait for a device."""
-        for log in self._local.all_logs():
+        for log in list(self._logs.values()):
             if log.desync_error is None or log.abort is None:
                 continue
-            if not log.tagged and self._local.waiting_in(log) is None:
+            if not log.tagged and self._waiting_in(log) is None:
                 continue
             if log.tagged or now >= self._closed_at.setdefault(log.key, now) + _ABORT_SECONDS:
                 abort, log.abort = log.abort, None
@@ -258,7 +299,7 @@ class Watchdog:
                 self._read_notices()
                 inquiry = Inquiry(self._store, log, request.number)
             closed = log.desync_error is not None
-            if inquiry.is_complete or closed or self._clock() > end or self._thread.pause():
+            if inquiry.is_complete or closed or self._clock() > end or self._ended.wait(TICK):
                 return str(inquiry)
 
     def peer_lost(self, call: LoggedCall, rank: int) -> None:
@@ -273,10 +314,10 @@ class Watchdog:
                 elif state is not None and state.ended:
                     how = "ended the program"
             except Exception:  # the store cannot be reached: its rank ended
-                if self._store.is_served_by_first_rank and self._local.rank != 0:
+                if self._store.is_served_by_first_rank and self._store.rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"
             if log.desync_error is None:
-                self._post_verdict(log, f"rank {rank} {how}, while rank {self._local.rank} was in {call}")
+                self._post_verdict(log, f"rank {rank} {how}, while rank {self._store.rank} was in {call}")
 
     def diagnose_desync(self, log: CollectiveLog, seconds: float = 5.0) -> str:
         """Return where ranks diverged, after a heartbeat showed that they did; "" if their recent calls do not show it."""
@@ -291,56 +332,6 @@ class Watchdog:
                     return log.desync_error
             time.sleep(period)
         return ""
-
-
-class WatchThread:
-    """Thread that runs the checks of a watchdog."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        self._watchdog = watchdog
-        self._process = os.getpid()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread, if it does not run yet."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
-            PROCESS.threads = [*filter(threading.Thread.is_alive, PROCESS.threads), self._thread]
-            self._thread.start()
-
-    def pause(self) -> bool:
-        """Sleep for one tick. Return True if the thread is to end."""
-        return self._ended.wait(TICK)
-
-    def end(self) -> bool:
-        """End the thread. Return False if it was ended before, or belongs to the parent of this forked process."""
-        if self._ended.is_set() or os.getpid() != self._process:
-            return False
-        self._ended.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(EXIT_SECONDS)
-        return True
-
-    def _run(self) -> None:
-        _torch.relax_capture_mode()  # the checks poll events of collectives in flight
-        failures = 0
-        while not self.pause():
-            try:
-                if _torch.default_store() is not PROCESS.store:
-                    return PROCESS.end_destroyed(self._watchdog)
-                self._watchdog.check()
-                failures = 0
-            except _torch.NetworkError:  # the store cannot be reached: its rank ended
-                return
-            except Exception as failure:
-                failures += 1
-                if failures > 20:
-                    warnings.warn(
-                        f"fullshard's watchdog stopped after {failures} consecutive errors, the last one: {headline(failure)}",
-                        stacklevel=2,
-                    )
-                    return
 
 
 class _Process:
