@@ -37,11 +37,8 @@ from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
     UnshardHandle,
-    counting,
-    register_fsdp_forward_method,
     resident,
     share_comm_ctx,
-    stats,
 )
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
@@ -64,6 +61,7 @@ from fullshard.policies import (
     StateSharding,
 )
 from fullshard.state.full_params import full_params
+from fullshard.tools.counting import counting, stats
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.lint import lint
 from fullshard.tools.verify import verify
@@ -123,7 +121,6 @@ __all__ = [
     "plan_owners",
     "positions",
     "record",
-    "register_fsdp_forward_method",
     "resident",
     "routed",
     "save_weights",

@@ -36,7 +36,6 @@ from fullshard.comm.streams import HostStream
 from fullshard.compat import FullyShardedDataParallel as FSDP
 from fullshard.core import ParamGroup, reduction, unit_of, units_of
 from fullshard.core import unsharded_buffer as unsharded
-from fullshard.frontend.module import accumulate
 from fullshard.weights import load_weights, save_weights
 
 
@@ -1314,7 +1313,7 @@ def test_units_with_streams_of_their_own_are_found_beside_others(world: World) -
     for module, policy in zip(model, (CommPolicy(), CommPolicy(lanes=other_streams))):
         fully_shard(module, mesh=world.mesh, comm_policy=policy)
     assert len({unit_of(module).runtime for module in model}) == 2 and len(units_of(model, True)) == 2
-    with fullshard.counting(model) as messages, accumulate(model):
+    with fullshard.counting(model) as messages, fullshard.FSDPModule.accumulate(model):
         model(torch.ones(1, 4)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters()), "accumulate() reaches both"
     assert sum(message.kind == "all_gather" for message in messages) == 2, "and so does counting()"

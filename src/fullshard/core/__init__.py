@@ -49,6 +49,7 @@ from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, f
 from fullshard.core.heartbeat import SentHeartbeat, message_length
 from fullshard.core.hooks import (
     BackwardHook,
+    ForwardHooks,
     cast_floats,
     hook_node,
     install_hooks,
@@ -86,6 +87,7 @@ from fullshard.core.scheduler import (
     Residency,
     SaveSubgroupShard,
     Scheduler,
+    Stats,
     UnitRecord,
     Unshard,
     Wait,

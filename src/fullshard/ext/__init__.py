@@ -8,6 +8,7 @@ any_failed.py       any_failed(): skip a failed step on all ranks
 collectives.py      custom all-gathers and reduce-scatters, memory of messages: FSDPModule.set_custom_all_gather() and others
 equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
 finalize.py         FSDPModule.finalize_backward(): backwards that the user ends
+forward_methods.py  register_fsdp_forward_method(): methods such as generate, which unshard their unit as its forward does
 fsdp2_state.py      views of units with the names of FSDP2's private state: fully_shard.state(), model._get_fsdp_state()
 fills.py            random fills of sharded parameters: torch.nn.init, reset_parameters()
 gathered.py         gathered(): unsharded parameters to differentiate through
@@ -32,6 +33,7 @@ import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.collectives import AllGather, Comm, ReduceScatter
 from fullshard.ext.finalize import GradientReductionHandle
+from fullshard.ext.forward_methods import register_fsdp_forward_method
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
@@ -46,5 +48,6 @@ __all__ = [
     "gathered",
     "grad",
     "materialize",
+    "register_fsdp_forward_method",
     "undo",
 ]

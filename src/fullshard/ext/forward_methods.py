@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from functools import update_wrapper
@@ -11,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.core.hooks import ForwardHooks
-from fullshard.core.units import unit_of
+from fullshard.core import ForwardHooks, unit_of
 from fullshard.errors import StateError
 
 
@@ -69,6 +69,36 @@ def _rebuild_method(module: nn.Module, name: str) -> Method:
     return Method(module, getattr(module, name))
 
 
-def wrap_method(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of `module`, wrapped to run the forward hooks of its unit."""
-    return method if isinstance(method, Method) else Method(module, method)
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Register `module.method_name` as a forward method: it unshards the unit before and reshards it after each call.
+
+    Examples are `generate` and `encode`. Units below are unsharded when their modules are called: to read their parameters
+    directly, as in a chunked loss, use `gathered()`. Does nothing for a module that is not sharded.
+
+    Args:
+        module: a module that `fully_shard` was called on.
+        method_name: the name of a callable attribute of `module`.
+
+    Raises:
+        ValueError: if there is no such method, or if it is a generator or coroutine, whose body runs after the call returned.
+
+    Example:
+        >>> register_fsdp_forward_method(model, "generate")                                   # doctest: +SKIP
+
+    Source: `torch.distributed.fsdp.register_fsdp_forward_method`.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register.")
+    if any(
+        is_late(method) for is_late in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    ):
+        raise ValueError(
+            f"{type(module).__name__}.{method_name} cannot be registered: it is a generator or coroutine, whose body runs "
+            "after the call has returned. Call it inside `with model.resident():` instead."
+        )
+    if not isinstance(method, Method):
+        setattr(module, method_name, Method(module, method))

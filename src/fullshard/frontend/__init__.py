@@ -1,6 +1,5 @@
 """The front end: the API of users.
 
 api.py              fully_shard()
-module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, counting(), stats()
-forward_methods.py  registered forward methods, such as generate
+module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, resident()
 """

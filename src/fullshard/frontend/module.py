@@ -1,8 +1,7 @@
-"""`FSDPModule`, the mixin of sharded modules; `UnshardHandle`; `counting` and `stats`."""
+"""`FSDPModule`, the mixin of sharded modules; `UnshardHandle` and `resident`."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -13,17 +12,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.comm.traffic import Message
 from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
-from fullshard.core.scheduler import KeepAfterForward, Stats
+from fullshard.core.scheduler import KeepAfterForward
 from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.core.units import own_modules, recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, check_bool, check_int, warn_once
-from fullshard.frontend import forward_methods
 from fullshard.policies import StateSharding
 from fullshard.state.class_swap import from_snapshot, plain_class, to_snapshot
 
@@ -138,8 +135,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             StateError: inside the unit's forward or backward, or inside `full_params()`.
         """
-        unit = require_unit(self)
-        unit.reshard()
+        require_unit(self).reshard()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward of all units at and below this module is the last one of the step.
@@ -150,9 +146,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Args:
             is_last_backward: False for all microbatches except the last.
         """
-        last = check_bool("is_last_backward", is_last_backward)
-        for unit in units_of(self, True):
-            unit.configure(last_backward=last)
+        _configure(self, True, last_backward=check_bool("is_last_backward", is_last_backward))
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the storage of unsharded parameters, so that their addresses are equal in every step.
@@ -179,9 +173,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             requires_gradient_sync: True reduces gradients; False accumulates them on each rank.
             recurse: True applies to all units at and below this module, False to this unit only.
         """
-        sync = check_bool("requires_gradient_sync", requires_gradient_sync)
-        for unit in units_of(self, check_bool("recurse", recurse)):
-            unit.configure(sync_gradients=sync)
+        _configure(self, recurse, sync_gradients=check_bool("requires_gradient_sync", requires_gradient_sync))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters, from the next forward on.
@@ -222,9 +214,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             reshard_after_backward: False keeps the unsharded parameters, for steps of several microbatches.
             recurse: True applies to all units at and below this module, False to this unit only.
         """
-        keep = not check_bool("reshard_after_backward", reshard_after_backward)
-        for unit in units_of(self, check_bool("recurse", recurse)):
-            unit.configure(keep_after_backward=keep)
+        _configure(self, recurse, keep_after_backward=not check_bool("reshard_after_backward", reshard_after_backward))
 
     def set_states(self, states: StateSharding, *, recurse: bool = True) -> None:
         """Change the level of ZeRO between two steps. Collective.
@@ -263,9 +253,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             requires_all_reduce: False defers the all-reduce over replicas to a later backward.
             recurse: True applies to all units at and below this module, False to this unit only.
         """
-        reduces = check_bool("requires_all_reduce", requires_all_reduce)
-        for unit in units_of(self, check_bool("recurse", recurse)):
-            unit.configure(reduce=replace(unit.options.reduce, all_reduce=reduces))
+        _configure_reductions(self, recurse, all_reduce=check_bool("requires_all_reduce", requires_all_reduce))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Set the factor to divide reduced gradients by, instead of the number of ranks that contribute to them.
@@ -280,8 +268,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if factor is not None and not (number and 0 < factor < float("inf")):
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
-        for unit in units_of(self, check_bool("recurse", recurse)):
-            unit.configure(reduce=replace(unit.options.reduce, divide=None if factor is None else float(factor)))
+        _configure_reductions(self, recurse, divide=None if factor is None else float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether gradients of this unit are reduced with the op SUM and scaled afterwards, also where a backend has AVG.
@@ -294,10 +281,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             StateError: while gradients are reduced, but not in `.grad` yet.
         """
-        unit = require_unit(self)
-        force = check_bool("enable", enable)
-        unit.check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
-        unit.configure(reduce=replace(unit.options.reduce, force_sum=force))
+        require_unit(self).check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
+        _configure_reductions(self, False, force_sum=check_bool("enable", enable))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Reduce zeros for the unused parameters of a rank. fullshard always does, so all ranks run the same collectives.
@@ -364,8 +349,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}.")
         if stream is not None and require_unit(self).runtime.communicator.async_device is None:
             raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit is on the CPU. Omit `stream`.")
-        unit = require_unit(self)
-        unit.configure(reduce=replace(unit.options.reduce, hook=hook, hook_stream=stream))
+        _configure_reductions(self, False, hook=hook, hook_stream=stream)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Set the factor to divide reduced gradients by: FSDP2's deprecated name of `set_gradient_divide_factor`.
@@ -393,8 +377,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
             ...     block.set_modules_to_forward_prefetch([following])
         """
-        unit = require_unit(self)
-        unit.record.next_forward = _prefetch_numbers(modules, unit)
+        require_unit(self).record.next_forward = _prefetch_numbers(modules, require_unit(self))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in backward, while the backward of this unit computes.
@@ -407,8 +390,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: for anything else, or for a unit with separate streams or on another device.
         """
-        unit = require_unit(self)
-        unit.record.next_backward = _prefetch_numbers(modules, unit)
+        require_unit(self).record.next_backward = _prefetch_numbers(modules, require_unit(self))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit's parameters are unsharded in backward. Backward of an embedding, for example, needs none.
@@ -471,13 +453,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         return resident(_module(self))
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         """Accumulate gradients without communication inside a `with` block. The first backward after it reduces the sum.
 
         `model.zero_grad()` discards the accumulated gradients; `optimizer.zero_grad()` does not reach them.
-
-        Returns:
-            The context manager.
 
         Example:
             >>> with model.accumulate():                                                          # doctest: +SKIP
@@ -485,7 +465,15 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ...         model(batch).backward()
             >>> model(batches[-1]).backward()                                                     # doctest: +SKIP
         """
-        return accumulate(_module(self))
+        units = units_of(self, True)
+        before = [unit.options.sync_gradients for unit in units]
+        for unit in units:
+            unit.configure(sync_gradients=False)
+        try:
+            yield
+        finally:
+            for unit, sync in zip(units, before):
+                unit.configure(sync_gradients=sync)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply `fn` to the shards, as in `to`, `half` and `to_empty`, then copy them back into the flat shards."""
@@ -565,20 +553,6 @@ def unit_summary(unit: Unit) -> str:
         f"unit of {len(unit.parameters)} parameters ({numel:,} elements) in {len(unit.groups)} groups, "
         f"rank {unit.axis.rank} of {unit.axis.ranks}, {unit.residency.value}"
     )
-
-
-@contextmanager
-def accumulate(module: nn.Module) -> Iterator[None]:
-    """Disable gradient sync of all units at and below `module` inside the block, then restore the former settings."""
-    units = units_of(module, True)
-    before = [unit.options.sync_gradients for unit in units]
-    for unit in units:
-        unit.configure(sync_gradients=False)
-    try:
-        yield
-    finally:
-        for unit, sync in zip(units, before):
-            unit.configure(sync_gradients=sync)
 
 
 @contextmanager
@@ -662,21 +636,31 @@ def _meet(units: Sequence[Unit], doing: str) -> None:
         unit.barrier(doing=doing)
 
 
+def _configure(module: Any, recurse: bool, **changes: object) -> None:
+    """Change options that are read at each event, of all units at and below `module` or of its own unit."""
+    for unit in units_of(module, check_bool("recurse", recurse)):
+        unit.configure(**changes)
+
+
+def _configure_reductions(module: Any, recurse: bool, **changes: Any) -> None:
+    for unit in units_of(module, check_bool("recurse", recurse)):
+        unit.configure(reduce=replace(unit.options.reduce, **changes))
+
+
 def _prefetch_numbers(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
     if not isinstance(modules, (list, tuple)):
         raise ValueError(f"Expected a list of modules that fully_shard was called on, got {type(modules).__name__}.")
-    return tuple(_prefetch_unit(module, beside).number for module in modules)
-
-
-def _prefetch_unit(module: Any, beside: Unit | None = None) -> Unit:
-    unit = unit_of(module) if isinstance(module, nn.Module) else None
-    if unit is None:
-        raise ValueError(f"Expected modules that fully_shard was called on, got {type(module).__name__}.")
-    if beside is not None and unit.runtime is not beside.runtime:
-        raise ValueError(
-            f"Unit '{beside.name}' cannot prefetch unit '{unit.name}', which has separate streams or is on another device."
-        )
-    return unit
+    numbers: list[int] = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"Expected modules that fully_shard was called on, got {type(module).__name__}.")
+        if beside is not None and unit.runtime is not beside.runtime:
+            raise ValueError(
+                f"Unit '{beside.name}' cannot prefetch unit '{unit.name}', which has separate streams or is on another device."
+            )
+        numbers.append(unit.number)
+    return tuple(numbers)
 
 
 @contextmanager
@@ -710,40 +694,6 @@ def resident(module: nn.Module) -> Iterator[None]:
                 ends.callback(unit.reshard, doing="the end of resident()")
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Register `module.method_name` as a forward method: it unshards the unit before and reshards it after each call.
-
-    Examples are `generate` and `encode`. Units below are unsharded when their modules are called: to read their parameters
-    directly, as in a chunked loss, use `gathered()`. Does nothing for a module that is not sharded.
-
-    Args:
-        module: a module that `fully_shard` was called on.
-        method_name: the name of a callable attribute of `module`.
-
-    Raises:
-        ValueError: if there is no such method, or if it is a generator or coroutine, whose body runs after the call returned.
-
-    Example:
-        >>> register_fsdp_forward_method(model, "generate")                                   # doctest: +SKIP
-
-    Source: `torch.distributed.fsdp.register_fsdp_forward_method`.
-    """
-    unit = unit_of(module)
-    if unit is None:
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register.")
-    if any(
-        is_late(method) for is_late in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    ):
-        raise ValueError(
-            f"{type(module).__name__}.{method_name} cannot be registered: it is a generator or coroutine, whose body runs "
-            "after the call has returned. Call it inside `with model.resident():` instead."
-        )
-    setattr(module, method_name, forward_methods.wrap_method(module, method))
-
-
 def share_comm_ctx(modules: list[nn.Module]) -> None:
     """Share streams and execution order among root modules. All units of a device and thread do, so it only checks `modules`.
 
@@ -756,50 +706,6 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
     Source: `torch.distributed.fsdp.share_comm_ctx`.
     """
     _prefetch_numbers(modules)
-
-
-# --- inspecting -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def counting(module: nn.Module) -> Iterator[list[Message]]:
-    """Record the collectives and copies that the runtimes of `module` start inside the block, in order.
-
-    Args:
-        module: a sharded module, or a module that contains sharded modules.
-
-    Yields:
-        A list. Each collective or copy of any unit on the same device and thread appends one `Message`.
-
-    Raises:
-        StateError: if there is no unit at or below `module`.
-
-    Example:
-        >>> with counting(model) as messages:                                                 # doctest: +SKIP
-        ...     model(batch).sum().backward()
-        >>> sum(message.nbytes for message in messages if message.kind == "all_gather")       # doctest: +SKIP
-    """
-    messages: list[Message] = []
-    with ExitStack() as counters:
-        for runtime, _ in units_by_runtime(module):
-            counters.enter_context(runtime.communicator.traffic.counting(messages))
-        yield messages
-
-
-def stats(module: nn.Module) -> Stats:
-    """Return counts of the all-gathers and prefetches so far, of all units of the runtime of `module`.
-
-    Args:
-        module: a sharded module, or a module that contains sharded modules.
-
-    Returns:
-        Counts: all-gathers, prefetched all-gathers, prefetches that no forward or backward used, and missed prefetches.
-
-    Raises:
-        StateError: if there is no unit at or below `module`.
-    """
-    unit = any_unit(module)
-    return replace(unit.runtime.scheduler.stats)
 
 
 def any_unit(module: nn.Module) -> Unit:

@@ -59,7 +59,6 @@ from fullshard.ext.collectives import Adapter, ReduceScatter
 from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
-    accumulate,
     discard_gradients,
     refreshing_shards,
     unit_summary,
@@ -604,7 +603,7 @@ class FullyShardedDataParallel(nn.Module):
             >>> model(batches[1]).backward()                                                      # doctest: +SKIP
         """
         self._require_root("no_sync()")
-        with accumulate(self):
+        with FSDPModule.accumulate(self):  # type: ignore[arg-type]
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -28,7 +28,6 @@ from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
     UnshardHandle,
-    register_fsdp_forward_method,
     share_comm_ctx,
 )
 from fullshard.optim.clipping import clip_grad_norm_
@@ -142,7 +141,7 @@ def _unscale(
 
 # --- names ---------------------------------------------------------------------------------------------------------------
 
-_NAMES_OF_EXT = ("AllGather", "Comm", "GradientReductionHandle", "ReduceScatter")
+_NAMES_OF_EXT = ("AllGather", "Comm", "GradientReductionHandle", "ReduceScatter", "register_fsdp_forward_method")
 _REPLACEMENTS: dict[str, Any] = {
     "clip_grad_norm_": _clip,
     "CPUOffloadPolicy": CPUOffloadPolicy,
@@ -152,7 +151,6 @@ _REPLACEMENTS: dict[str, Any] = {
     "OffloadPolicy": OffloadPolicy,
     "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
-    "register_fsdp_forward_method": register_fsdp_forward_method,
     "share_comm_ctx": share_comm_ctx,
     **{name: getattr(ext, name) for name in ext.__all__ if name in _NAMES_OF_EXT},
 }
