@@ -193,8 +193,7 @@ class CollectiveLog:
     def hash(self) -> int:
         """64-bit hash of all calls, equal on ranks with equal calls."""
         self.roll_block()
-        block = self._blocks[-1]
-        return _number(block.hashed() if block.fingerprints else block.hasher)
+        return self.snapshot()[1]
 
     def snapshot(self) -> tuple[int, int]:
         """Return the number of the last call and the hash of all calls. Any thread may call this."""

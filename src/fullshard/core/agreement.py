@@ -87,7 +87,7 @@ class Agreement(Ranks):
             axes: the axes whose ranks take part: that of a unit (with its replicas) and, if all ranks of a mesh with tensor
                 parallelism take part, its tensor-parallel axes.
             unit_name: the name of the unit, for error messages.
-            doing: the name of the call.
+            doing: the name of the call; options that ranks must share are part of it, so that errors show them.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
             ranks: global ranks that take part; None for those of the only axis.
         """
@@ -181,9 +181,7 @@ class Agreement(Ranks):
     def first_unequal(self, rows: Tensor, present: Tensor | None = None) -> int | None:
         """Return the first row that differs between the ranks that have it, None if none does. Collective, with one message.
 
-        Args:
-            rows: (rows, bytes) of uint8.
-            present: (rows,) of uint8, 1 for the rows that this rank has and 0 for the others; None if it has all.
+        `rows`: (rows, bytes) of uint8. `present`: (rows,) of uint8, 1 for the rows that this rank has; None if it has all.
         """
         # The maximum of 255 - x is 255 minus the minimum of x. So both maxima of a byte add up to 255 if it is equal on all
         # ranks, and to more if it is not. Zeros change no maximum: ranks without a row send them.
@@ -200,9 +198,7 @@ class Agreement(Ranks):
     def gather_bytes(self, content: bytes, at_most: int | None = None) -> dict[int, bytes]:
         """Return the content of each rank, by global rank in ascending order. Collective.
 
-        Args:
-            content: the bytes of this rank.
-            at_most: bytes that are sent of each content; None sends all, after one more message about their number.
+        at_most: bytes that are sent of each content; None sends all, after one more message about their number.
         """
         if at_most is None:
             at_most = int(self.maximum(torch.tensor([len(content)], device="cpu")).item())
@@ -264,14 +260,7 @@ class Agreement(Ranks):
                 mine.copy_(moved)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> None:
-        """Exchange parts of 1-D tensors, on `device`, between all ranks.
-
-        Args:
-            received: output, with the parts from all ranks in rank order.
-            sent: input, with the parts for all ranks in rank order.
-            received_sizes: number of elements from each rank.
-            sent_sizes: number of elements for each rank.
-        """
+        """Exchange parts of 1-D tensors, on `device`, between all ranks. Sizes are in elements, one per rank, in rank order."""
         first, axis = next(iter(self.groups.items()))
         group = group_of(self.ranks, first)
         sizes = list(received_sizes), list(sent_sizes)

@@ -16,13 +16,8 @@ from fullshard.core.param_sharding import ParamSharding
 def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
 
-    Args:
-        agreement: the call that needs the tensor.
-        sharding: how the parameter is sharded.
-        sharded: the parameter or its gradient; it may be sharded in another way.
-
-    Returns:
-        A tensor with memory of its own, on the device of the shard.
+    It has memory of its own, on the device of the shard. `sharded`: the parameter, or its gradient, which may be sharded in
+    another way.
     """
     if _matches(sharding, sharded):
         return _unsharded(agreement, sharding, sharded)
@@ -30,10 +25,7 @@ def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded:
 
 
 def all_gather_full(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
-    """Return the full tensor, (sharding.shape): unsharded, and all-gathered over tensor parallel ranks as well. Collective.
-
-    The arguments are those of `all_gather_unsharded`.
-    """
+    """Return the full tensor, (sharding.shape): unsharded, and all-gathered over tensor parallel ranks as well. Collective."""
     if not _matches(sharding, sharded):
         return _by_dtensor(agreement, sharded).clone()
     whole = sharding.to_module(_unsharded(agreement, sharding, sharded))

@@ -277,8 +277,9 @@ _REGISTRIES = (
 
 def remove_hooks(unit: Unit) -> None:
     """Remove all hooks of the unit."""
-    for _, handle in unit.place.take_hooks():
+    for _, handle in unit.place.hooks:
         handle.remove()
+    unit.place.hooks.clear()
 
 
 def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:

@@ -64,13 +64,7 @@ class DirectRule:
         return cls(min_chunk, automatic=min_chunk < float("inf"))
 
     def choose(self, chunks: Sequence[int], eligible: Sequence[bool], ranks: int) -> set[int]:
-        """Return the indices of the direct parameters.
-
-        Args:
-            chunks: bytes per rank of each parameter.
-            eligible: whether each parameter may be direct.
-            ranks: number of ranks.
-        """
+        """Return the indices of the direct parameters. `chunks`: bytes per rank; `eligible`: whether each may be direct."""
         # a direct chunk must be a multiple of ALIGN_BYTES, so that no gap is needed after it
         candidates = [i for i, chunk in enumerate(chunks) if chunk and eligible[i] and chunk % ALIGN_BYTES == 0]
         direct = {i for i in candidates if chunks[i] >= self.min_chunk}
@@ -92,14 +86,7 @@ class DirectRule:
 
 
 def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
-    """Return True if at least half of a parameter's equal chunks would be padding, and at least LEAST_PADDING bytes.
-
-    Args:
-        shape: shape of the parameter.
-        dim: the dim along which it is sharded over `ranks` ranks.
-        itemsize: bytes of an element.
-        ranks: number of ranks.
-    """
+    """Return True if at least half of a parameter's equal chunks would be padding, and at least LEAST_PADDING bytes."""
     rows, nbytes = shape[dim], prod(shape) * itemsize
     padded = _ceil_div(rows, ranks) * ranks * (nbytes // rows) if rows else 0
     return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING

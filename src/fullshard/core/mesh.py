@@ -157,14 +157,9 @@ def _forget_dead_subgroups() -> None:
 
 
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
-    """Return an additional process group of `ranks`. The first call creates it, as a collective of `ranks`.
+    """Return an additional process group of `ranks` beside `owner`, for a role. The first call creates it, on all of `ranks`.
 
-    Args:
-        owner: process group that the new one is used beside.
-        role: purpose of the group; one group is kept per owner, role and ranks.
-        ranks: global ranks of the group.
-        name: text that is equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them
-            share it.
+    name: equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them share it.
     """
     # The group is kept until torch destroys it or `owner`. Creating it is a collective, so the decision to create it must not
     # depend on objects that are alive on one rank only.
@@ -308,13 +303,10 @@ _MESHES_OF_ALL: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
 def check_order(mesh: DeviceMesh, dim: int) -> None:
-    """Check that the ranks along an axis to shard over ascend.
+    """Raise ValueError, on all ranks of the mesh, unless the ranks along an axis to shard over ascend.
 
     torch sorts the ranks of the process groups of a mesh, and DTensor computes with the order in the group. But
     torch.distributed.checkpoint reads the order in the mesh, and would save rows in the place of others.
-
-    Raises:
-        ValueError: on all ranks of the mesh, if they do not ascend.
     """
     ranks = mesh.mesh
     if (ranks.diff(dim=dim) < 0).any():

@@ -126,20 +126,20 @@ class ParamSharding:
 
     def has_rows_of(self, value: DTensor) -> bool:
         """Return True if this rank has its rows of a DTensor, so that `rows_of` takes it."""
+        return self._rows_in(value) is not None
+
+    def _rows_in(self, value: DTensor) -> Tensor | None:
+        if _is_on(value, self.mesh, self.placements):
+            return _torch.local_tensor(value)
         parallel = self.tensor_parallel
-        known = [(self.mesh, self.placements), *([] if parallel is None else [(parallel.mesh, parallel.placements)])]
-        return any(_is_on(value, *where) for where in known)
+        if parallel is not None and _is_on(value, parallel.mesh, parallel.placements):
+            return self.slice(_torch.local_tensor(value))
+        return None
 
     def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
-        """Return this rank's rows of `value`.
+        """Return this rank's rows of an unsharded tensor, or of a DTensor like the parameter, sharded or as modules have it.
 
-        Args:
-            value: an unsharded tensor, a DTensor sharded like this parameter, or a DTensor as modules compute with.
-            name: name of the parameter, for the error text.
-            what: `value` in words, for the error text: "the new value", for example.
-
-        Raises:
-            StateError: if `value` has another shape or other placements.
+        Raises StateError, with the name and `what` it is, if it has another shape or other placements.
         """
         if value.shape != self.shape:
             raise StateError(
@@ -147,11 +147,9 @@ class ParamSharding:
             )
         if not isinstance(value, DTensor):
             return self.slice(self.local_of(value))
-        if _is_on(value, self.mesh, self.placements):
-            return _torch.local_tensor(value)
-        parallel = self.tensor_parallel
-        if parallel is not None and _is_on(value, parallel.mesh, parallel.placements):
-            return self.slice(_torch.local_tensor(value))
+        rows = self._rows_in(value)
+        if rows is not None:
+            return rows
         raise StateError(
             f"Expected {what} of parameter '{name}' on {self.mesh} with {self.placements}, got a DTensor on "
             f"{value.device_mesh} with {value.placements}. redistribute() it first, or pass the full tensor."
@@ -171,10 +169,9 @@ class ParamSharding:
         return _torch.dtensor(whole, _torch.spec(parallel.mesh, parallel.placements, self.shape, whole.dtype))
 
     def grad_to_local(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Redistribute a gradient like its parameter and return its local tensor. This is the inverse of `to_module`.
+        """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`.
 
-        Raises:
-            ValueError: if the gradient is a DTensor on another mesh.
+        Raises ValueError for a DTensor on another mesh.
         """
         if self.tensor_parallel is None:
             return tensor if self.shape else tensor.reshape(1)
@@ -196,10 +193,7 @@ class ParamSharding:
         return local if self.shape else local.reshape(1)
 
     def local_of(self, full: Tensor) -> Tensor:
-        """Return the part of `full`, a plain tensor of the global shape, that tensor parallelism leaves to this rank.
-
-        This needs no communication.
-        """
+        """Return the part of `full`, a plain tensor of the global shape, that tensor parallelism leaves to this rank."""
         if self.tensor_parallel is None:
             return full
         part = distribute_tensor(full, self.tensor_parallel.mesh, self.tensor_parallel.placements, src_data_rank=None)
@@ -216,16 +210,9 @@ def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 
 def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str) -> ParamSharding:
-    """Return how to shard `parameter`.
+    """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`.
 
-    Args:
-        parameter: the parameter, a plain tensor or a DTensor.
-        axis: axis of the unit.
-        placement_fn: the caller's `shard_placement_fn`, or None to shard along dim 0.
-        name: name of the parameter, for error texts.
-
-    Raises:
-        ValueError: if `parameter` cannot be sharded that way.
+    Raises ValueError if it cannot be sharded that way.
     """
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
     if parameter.ndim == 0:
@@ -340,11 +327,7 @@ def _refuse_partial(parameter: DTensor, *, name: str) -> None:
 def _shard_placement(dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, first: int = 0) -> Placement:
     """Return the placement of the FSDP shard: `_StridedShard` if tensor parallelism already shards `dim`, else `Shard`.
 
-    Args:
-        dim: the dim that FSDP shards.
-        others: placements of tensor parallelism on the axes of `mesh`.
-        mesh: the mesh of `others`.
-        first: index of the first axis after the shard axis.
+    `others` are the placements of tensor parallelism on the axes of `mesh`, of which `first` is the one after the shard axis.
     """
     # DTensor applies placements from left to right, but FSDP shards last, on an axis left of these: hence the split factor
     factor = 1

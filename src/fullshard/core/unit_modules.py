@@ -22,12 +22,13 @@ class UnitModules:
 
     Attributes:
         is_list: True if `fully_shard` was called on several modules.
+        hooks: modules and the handles of their hooks.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.is_list = len(modules) > 1
         self._modules = [weakref.ref(module) for module in modules]
-        self._hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules and the handles of their hooks
+        self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._path: list[tuple[weakref.ref[nn.Module], str]] = []  # from the outermost module down: parent, name of its child
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -70,17 +71,7 @@ class UnitModules:
 
     def add_hook(self, module: nn.Module, handle: Any) -> None:
         """Store the handle of a hook on `module`."""
-        self._hooks.append((weakref.ref(module), handle))
-
-    @property
-    def hooks(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
-        """Modules and the handles of their hooks."""
-        return self._hooks
-
-    def take_hooks(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
-        """Return modules and the handles of their hooks, and remove them here."""
-        handles, self._hooks = self._hooks, []
-        return handles
+        self.hooks.append((weakref.ref(module), handle))
 
 
 class ForwardStart(NamedTuple):

@@ -135,18 +135,8 @@ def fully_shard(  # type: ignore[misc]
             f"torch {torch.__version__} is newer than the torch that this version of fullshard was tested with "
             f"({'.'.join(map(str, _torch.NEWEST_TRIED))}). If something fails, look for a newer version of fullshard."
         )
-    arguments = _ResolvedArguments.of(
-        mesh,
-        reshard_after_forward,
-        shard_placement_fn,
-        states,
-        mp_policy,
-        offload_policy,
-        dp_mesh_dims,
-        comm_policy,
-        check_policy,
-        sync,
-    )
+    options = (reshard_after_forward, shard_placement_fn, states, mp_policy, offload_policy, dp_mesh_dims, comm_policy)
+    arguments = _ResolvedArguments.of(mesh, *options, check_policy, sync)
     communicator = Runtime.of(arguments.axis.device, comm_policy).communicator
     with communicator.reporting_exceptions(f"'{type(modules[0]).__name__}' fully_shard()"):
         _shard(modules, arguments, ignored, frozenset())
@@ -176,13 +166,16 @@ def _shard(
     arguments.decided.clear()  # it would keep the memory of the parameters
     axis, options, refs = arguments.axis, arguments.options, found.refs
     if options.sync == "broadcast" and (refs or found.managed.buffers):
-        _broadcast_values(found, _agreement(modules, arguments))
+        _broadcast_values(modules, arguments, found)
     # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
     home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
-    _move(refs, found.managed, home, axis.device)
+    for ref in refs:
+        move_data(ref.parameter, home)
+    for _, _, buffer in found.managed.buffers:
+        move_data(buffer, axis.device)
     with torch.no_grad():
-        counter, given = WriteCounter(), zip(refs, found.shardings, found.keep_dtype)
-        new = [ShardedParameter(ref, how, keeps_dtype=keeps, counter=counter) for ref, how, keeps in given]
+        counter, given = WriteCounter(), zip(refs, found.decided)
+        new = [ShardedParameter(ref, how, keeps_dtype=keeps, counter=counter) for ref, (how, keeps) in given]
         unit = make_unit(modules, [*found.ties.take(), *new], axis, options)
         for parameter, ref in zip(new, refs):
             replace_with_sharded(parameter, ref.parameter)
@@ -275,8 +268,7 @@ class _Inspection:
     managed: ManagedTensors
     ties: Ties  # parameters that belong to other units already
     refs: list[ParamRef]  # the parameters to shard
-    shardings: list[ParamSharding]  # one per entry of `refs`
-    keep_dtype: list[bool]  # one per entry of `refs`: True to all-gather it in its own dtype, whatever the policy
+    decided: list[tuple[ParamSharding, bool]]  # one per entry of `refs`, as in `_ResolvedArguments.decided`
 
 
 def _inspect(
@@ -293,8 +285,7 @@ def _inspect(
     managed = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
     ties = find_ties(modules, managed)
     refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
-    _check_parameters(refs, axis)
-    _check_buffers(managed, axis)
+    _check_tensors(refs, managed, axis)
     # Raises for illegal options, and creates process groups, before anything of the model changes.
     Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
     axis = axis_of_all_ranks(axis) if options.states.shards_over_replicas else axis
@@ -303,8 +294,7 @@ def _inspect(
         if ref.parameter not in decided:
             keeps = arguments.mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
             decided[ref.parameter] = _sharding_of(ref, axis, arguments.placement_fn), keeps
-    found = [decided[ref.parameter] for ref in refs]
-    return _Inspection(managed, ties, refs, [sharding for sharding, _ in found], [keeps for _, keeps in found])
+    return _Inspection(managed, ties, refs, [decided[ref.parameter] for ref in refs])
 
 
 class PreparedShard:
@@ -341,23 +331,18 @@ class PreparedShard:
         _shard(self._modules, self._arguments, self._ignored, self._planned)
 
 
-def _agreement(modules: list[nn.Module], arguments: _ResolvedArguments) -> Agreement:
-    """Return the agreement of the ranks in this call."""
-    runtime = Runtime.of(arguments.axis.device, arguments.options.comm)
-    runtime.update_timeouts(arguments.options.checks)
-    classes = ", ".join(type(module).__name__ for module in modules)
-    return Agreement(runtime.communicator, [arguments.axis], UnitName(type(modules[0]).__name__), "fully_shard()", classes)
-
-
-def _broadcast_values(found: _Inspection, agreement: Agreement) -> None:
+def _broadcast_values(modules: list[nn.Module], arguments: _ResolvedArguments, found: _Inspection) -> None:
     """Give all ranks the first rank's parameters and buffers. Collective.
 
     Raises ValueError on every rank if a tensor is on meta on some ranks only.
     """
-    (axis,) = agreement.axes
+    axis, runtime = arguments.axis, Runtime.of(arguments.axis.device, arguments.options.comm)
+    runtime.update_timeouts(arguments.options.checks)
+    classes = [type(module).__name__ for module in modules]
+    agreement = Agreement(runtime.communicator, [axis], UnitName(classes[0]), "fully_shard()", ", ".join(classes))
     buffers = [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
     sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {axis.key: (axis, buffers)}
-    for ref, sharding in zip(found.refs, found.shardings):
+    for ref, (sharding, _) in zip(found.refs, found.decided):
         where = axis if sharding.axis.is_replicated else sharding.axis
         sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
     for where, named in sets.values():
@@ -420,12 +405,21 @@ def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | Non
     return how
 
 
-def _check_parameters(refs: Sequence[ParamRef], axis: ShardAxis) -> None:
+def _check_tensors(refs: Sequence[ParamRef], managed: ManagedTensors, axis: ShardAxis) -> None:
     for ref in refs:
         reason = _unsupported_reason(ref.parameter)
         if reason is not None:
             raise ValueError(f"Parameter '{ref.name}' cannot be sharded: {reason}.")
-        _check_device(f"Parameter '{ref.name}'", ref.parameter, axis)
+    named = [(f"Parameter '{ref.name}'", ref.parameter) for ref in refs]
+    for what, tensor in (*named, *((f"Buffer '{name}'", buffer) for name, _, buffer in managed.buffers)):
+        kind = tensor.device.type
+        if kind not in ("meta", "cpu", axis.device.type) or (
+            kind == axis.device.type != "cpu" and tensor.device != axis.device
+        ):
+            raise ValueError(
+                f"{what} is on {tensor.device}, expected {axis.device} (the device of this rank of the mesh), the CPU or meta. "
+                "Move the module first."
+            )
 
 
 def _unsupported_reason(parameter: nn.Parameter) -> str | None:
@@ -438,25 +432,3 @@ def _unsupported_reason(parameter: nn.Parameter) -> str | None:
     if tensor.layout != torch.strided:
         return f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}"
     return None
-
-
-def _check_buffers(managed: ManagedTensors, axis: ShardAxis) -> None:
-    for name, _, buffer in managed.buffers:
-        _check_device(f"Buffer '{name}'", buffer, axis)
-
-
-def _check_device(what: str, tensor: torch.Tensor, axis: ShardAxis) -> None:
-    kind = tensor.device.type
-    if kind not in ("meta", "cpu", axis.device.type) or (kind == axis.device.type != "cpu" and tensor.device != axis.device):
-        raise ValueError(
-            f"{what} is on {tensor.device}, expected {axis.device} (the device of this rank of the mesh), the CPU or meta. "
-            "Move the module first."
-        )
-
-
-def _move(refs: Sequence[ParamRef], managed: ManagedTensors, home: torch.device, device: torch.device) -> None:
-    """Move parameters to `home`, where shards are kept, and buffers to the compute `device`; meta tensors stay on meta."""
-    for ref in refs:
-        move_data(ref.parameter, home)
-    for _, _slot, buffer in managed.buffers:
-        move_data(buffer, device)
