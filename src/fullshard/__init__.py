@@ -34,12 +34,7 @@ from fullshard.foresight.recorder import record
 from fullshard.foresight.search import search
 from fullshard.foresight.trace import routed
 from fullshard.frontend.api import fully_shard
-from fullshard.frontend.module import (
-    FSDPModule,
-    UnshardHandle,
-    resident,
-    share_comm_ctx,
-)
+from fullshard.frontend.module import FSDPModule, UnshardHandle, resident
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
 from fullshard.optim.matrix_choice import MatrixChoice, matrices_of
@@ -126,7 +121,6 @@ __all__ = [
     "save_weights",
     "search",
     "shard_model",
-    "share_comm_ctx",
     "stats",
     "uninstall",
     "verify",

@@ -9,6 +9,7 @@ collectives.py      custom all-gathers and reduce-scatters, memory of messages: 
 equal_values.py     what ranks sharded is compared in the first forward: fully_shard(sync="check")
 finalize.py         FSDPModule.finalize_backward(): backwards that the user ends
 forward_methods.py  register_fsdp_forward_method(): methods such as generate, which unshard their unit as its forward does
+fsdp2_names.py      names of FSDP2 without an effect here: share_comm_ctx(), set_reduce_scatter_unused_params() and others
 fsdp2_state.py      views of units with the names of FSDP2's private state: fully_shard.state(), model._get_fsdp_state()
 fills.py            random fills of sharded parameters: torch.nn.init, reset_parameters()
 gathered.py         gathered(): unsharded parameters to differentiate through
@@ -34,6 +35,7 @@ from fullshard.ext.any_failed import any_failed
 from fullshard.ext.collectives import AllGather, Comm, ReduceScatter
 from fullshard.ext.finalize import GradientReductionHandle
 from fullshard.ext.forward_methods import register_fsdp_forward_method
+from fullshard.ext.fsdp2_names import share_comm_ctx
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
@@ -49,5 +51,6 @@ __all__ = [
     "grad",
     "materialize",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "undo",
 ]

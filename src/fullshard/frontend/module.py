@@ -284,20 +284,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         require_unit(self).check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
         _configure_reductions(self, False, force_sum=check_bool("enable", enable))
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for the unused parameters of a rank. fullshard always does, so all ranks run the same collectives.
-
-        Args:
-            reduce_scatter_unused_params: True or False. It has no effect.
-            recurse: True or False. It has no effect.
-
-        Raises:
-            StateError: if there is no unit at or below this module.
-        """
-        any_unit(self)
-        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        check_bool("recurse", recurse)
-
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set the maximum number of reduce-scatters in flight, each of one parameter group, from the next one on.
 
@@ -351,17 +337,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit is on the CPU. Omit `stream`.")
         _configure_reductions(self, False, hook=hook, hook_stream=stream)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Set the factor to divide reduced gradients by: FSDP2's deprecated name of `set_gradient_divide_factor`.
-
-        Args:
-            factor: a finite number above 0.
-
-        Raises:
-            ValueError: for any other factor.
-        """
-        self.set_gradient_divide_factor(factor)
-
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in forward, while this unit computes.
 
@@ -377,7 +352,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
             ...     block.set_modules_to_forward_prefetch([following])
         """
-        require_unit(self).record.next_forward = _prefetch_numbers(modules, require_unit(self))
+        require_unit(self).record.next_forward = numbers_of(modules, require_unit(self))
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in backward, while the backward of this unit computes.
@@ -390,7 +365,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             ValueError: for anything else, or for a unit with separate streams or on another device.
         """
-        require_unit(self).record.next_backward = _prefetch_numbers(modules, require_unit(self))
+        require_unit(self).record.next_backward = numbers_of(modules, require_unit(self))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether this unit's parameters are unsharded in backward. Backward of an embedding, for example, needs none.
@@ -401,11 +376,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unshard_in_backward: False skips the all-gather before backward.
         """
         require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Set whether all-gather memory comes from the compute stream, with async collectives. fullshard always does this."""
-        any_unit(self)
-        check_bool("async_op", async_op)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Set an event, recorded after the optimizer step, for the next forward or `unshard()` to wait for. It is used once.
@@ -647,7 +617,8 @@ def _configure_reductions(module: Any, recurse: bool, **changes: Any) -> None:
         unit.configure(reduce=replace(unit.options.reduce, **changes))
 
 
-def _prefetch_numbers(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
+def numbers_of(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
+    """Return the numbers of the units of modules that a caller listed; `beside`: the unit that may prefetch them."""
     if not isinstance(modules, (list, tuple)):
         raise ValueError(f"Expected a list of modules that fully_shard was called on, got {type(modules).__name__}.")
     numbers: list[int] = []
@@ -692,20 +663,6 @@ def resident(module: nn.Module) -> Iterator[None]:
         with ExitStack() as ends:  # reshards all of them, also if one raises since the caller wrote to it
             for unit in reversed(ended):
                 ends.callback(unit.reshard, doing="the end of resident()")
-
-
-def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """Share streams and execution order among root modules. All units of a device and thread do, so it only checks `modules`.
-
-    Args:
-        modules: a list of modules that `fully_shard` was called on.
-
-    Raises:
-        ValueError: for anything else.
-
-    Source: `torch.distributed.fsdp.share_comm_ctx`.
-    """
-    _prefetch_numbers(modules)
 
 
 def any_unit(module: nn.Module) -> Unit:

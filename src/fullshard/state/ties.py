@@ -24,18 +24,12 @@ class Ties:
 
     # Parameters that move to the new unit, each with its current owner.
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
-    # Parameters that stay with the unit around the new one, which is unsharded whenever the new one runs.
-    left: list[ShardedParameter] = field(default_factory=list)
     # Tied parameters of the new unit's modules, each with the sharded parameter it is tied to.
-    _refs: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
-
-    def add(self, ref: ParamRef, parameter: ShardedParameter) -> None:
-        """Add `ref`, which is tied to `parameter` of another unit."""
-        self._refs.append((ref, parameter))
+    refs: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
 
     def is_tied(self, ref: ParamRef) -> bool:
         """Return True if another unit owns `ref` already."""
-        return any(ref is known for known, _ in self._refs)
+        return any(ref is known for known, _ in self.refs)
 
     def take(self) -> list[ShardedParameter]:
         """Remove parameters from their owners, and return them."""
@@ -45,7 +39,7 @@ class Ties:
 
     def install(self) -> None:
         """Register the one sharded parameter in all its slots."""
-        for ref, parameter in self._refs:
+        for ref, parameter in self.refs:
             parameter.install_in(ref.slots)
 
 
@@ -63,7 +57,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
         if owner is None:
             continue
         parameter = known[0]
-        ties.add(ref, parameter)
+        ties.refs.append((ref, parameter))
         owner.ensure_sharded(doing="fully_shard() of a module that shares a parameter with it")
         owner.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
@@ -73,10 +67,10 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
                 f"Parameter '{parameter.name}' of unit '{owner.name}' is tied to '{ref.name}': the unit around both owns it."
             )
         elif all(id(module) in around for module in modules):
+            # Calls made top-down: the inner module takes its parameters. Others stay with the unit around it, which is
+            # unsharded whenever the new one runs.
             if all(i.module is not None and id(i.module) in inside for i in parameter.slots):
-                ties.taken.append((parameter, owner))  # calls made top-down: the inner module takes its parameters
-            else:
-                ties.left.append(parameter)
+                ties.taken.append((parameter, owner))
         else:
             new = ", ".join(type(module).__name__ for module in modules)
             raise ValueError(

@@ -25,11 +25,7 @@ from fullshard.core import (
 )
 from fullshard.errors import StateError
 from fullshard.frontend.api import fully_shard
-from fullshard.frontend.module import (
-    FSDPModule,
-    UnshardHandle,
-    share_comm_ctx,
-)
+from fullshard.frontend.module import FSDPModule, UnshardHandle
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.optimizer_hooks import rebind
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -141,7 +137,14 @@ def _unscale(
 
 # --- names ---------------------------------------------------------------------------------------------------------------
 
-_NAMES_OF_EXT = ("AllGather", "Comm", "GradientReductionHandle", "ReduceScatter", "register_fsdp_forward_method")
+_NAMES_OF_EXT = (
+    "AllGather",
+    "Comm",
+    "GradientReductionHandle",
+    "ReduceScatter",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
 _REPLACEMENTS: dict[str, Any] = {
     "clip_grad_norm_": _clip,
     "CPUOffloadPolicy": CPUOffloadPolicy,
@@ -151,7 +154,6 @@ _REPLACEMENTS: dict[str, Any] = {
     "OffloadPolicy": OffloadPolicy,
     "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
-    "share_comm_ctx": share_comm_ctx,
     **{name: getattr(ext, name) for name in ext.__all__ if name in _NAMES_OF_EXT},
 }
 _EXPORTING_MODULES = (  # torch's modules that define or re-export these names
