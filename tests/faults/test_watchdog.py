@@ -272,13 +272,13 @@ def test_a_forked_process_that_ends_does_not_end_its_parent(world: World) -> Non
 
 @ranks(2)
 def test_meetings_without_a_mesh_are_one_meeting(world: World) -> None:
-    from fullshard.ext.any_failed import _VOTES
+    from fullshard.ext.any_failed import _AXES
 
     fullshard.any_failed()
-    before = len(_VOTES)
+    before = len(_AXES)
     for _ in range(20):
         assert not fullshard.any_failed()
-    assert len(_VOTES) == before
+    assert len(_AXES) == before
 
 
 @given(st.lists(st.sampled_from(["gather", "reduction", "hash", "turn"]), max_size=200))

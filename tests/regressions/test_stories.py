@@ -1455,9 +1455,9 @@ def test_a_move_that_raises_keeps_all_gradients(world: World) -> None:
 def test_votes_of_slices_of_a_mesh_are_one(world: World) -> None:
     """Each slice is a new object, and got a collective log and an entry of the watchdog for good."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    vote_of = importlib.import_module("fullshard.ext.any_failed")._vote_of
+    axes_of = importlib.import_module("fullshard.ext.any_failed")._axes_of
     assert not fullshard.any_failed(mesh["dp"])
-    assert vote_of(mesh["dp"]) is vote_of(mesh["dp"]) is not vote_of(mesh["tp"])
+    assert axes_of(mesh["dp"]) is axes_of(mesh["dp"]) is not axes_of(mesh["tp"])
 
 
 @ranks(1)
@@ -1618,7 +1618,7 @@ DIFFERENT: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
     "norms": (clipped, {"max_norm": 1.0}, {"max_norm": 2.0}, r"clip_grad_norm_\(1.0, 2.0\)"),
     "powers": (clipped, {"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0}, r"clip_grad_norm_\(1.0, 1.0\)"),
     "gradients": (shown, {"drops": True}, {}, r"gradient of 'head.weight',"),
-    "writes": (shown, {"write": False}, {}, r"rank 0 ran full_params\(write=True, .*; rank 1 ran full_params\(write=False, "),
+    "writes": (shown, {"write": False}, {}, r"rank 0 ran full_params\(write=False, .*; rank 1 ran full_params\(write=True, "),
     "seeds": (materialized, {"seed": 0}, {"seed": 1}, r"materialize\(seed=0\)"),
     "drawn seeds": (materialized, {"seed": None}, {"seed": 1}, r"materialize\(seed=None\)"),
     "process groups": (separated, {"separate": True}, {"separate": False}, r"set_separate_reduce_scatter_group\(\)"),

@@ -43,7 +43,7 @@ from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
-from fullshard.core.communicator import CollectiveCall, abort_groups
+from fullshard.core.communicator import CollectiveCall
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.heartbeat import SentHeartbeat, message_length
