@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall
 
@@ -55,12 +55,6 @@ class RankState:
         return f"computing or elsewhere, {where}" if self.count else where
 
 
-class _CallInFlight(Protocol):
-    """A `LoggedCall` whose completion can be polled."""
-
-    def done(self) -> bool: ...
-
-
 class WaitState:
     """The call that one thread waits for.
 
@@ -86,7 +80,7 @@ class WaitState:
         # `poll_device` removes completed calls. Where no watchdog calls it, the limit keeps the list short: it is about as many
         # calls as the launch queue of a device holds.
         self.in_flight: deque[Any] = deque(maxlen=1024)
-        self._newest: _CallInFlight | None = None  # last call in flight at the last poll
+        self._newest: Any = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll
         self._seen: tuple[CollectiveLog, int] | None = None  # not the call, which would keep its tensors alive
         self._since = 0.0
@@ -135,7 +129,7 @@ class WaitState:
         return call if call is not None and call.log is log else None
 
 
-def _is_done(call: _CallInFlight) -> bool:
+def _is_done(call: Any) -> bool:
     try:
         return call.done()
     except RuntimeError:  # the device failed, which the thread of the program raises

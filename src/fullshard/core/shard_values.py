@@ -125,12 +125,3 @@ def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) ->
     elif grad:
         rows = parameter.slice(full.grad).to(parameter.local.device, parameter.local.dtype, copy=True)  # type: ignore[arg-type]
         parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous().view(parameter.sharding.shard_shape))
-
-
-def discard_gradient(parameter: ShardedParameter, *, set_to_none: bool) -> None:
-    """Clear `.grad` of the sharded parameter as `zero_grad` does, while the unsharded one is registered."""
-    grad = parameter.sharded.grad
-    if grad is not None and set_to_none:
-        parameter.sharded.grad = None
-    elif grad is not None:
-        grad.detach_().zero_()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -91,7 +90,7 @@ class ForwardProgress:
 
     Attributes:
         stack: running forwards of its modules, outermost first.
-        methods: number of running calls of registered methods (`register_fsdp_forward_method`), such as `generate`.
+        methods: number of running calls of methods that run the unit's forward hooks, as `generate` may.
         moves_inputs: True if the last forward moved its inputs to the device, since it was the outermost one.
         output_has_graph: True if the last forward had an output with a graph; None before the first forward.
         last_order: units that the last forward entered (True) and left, this one included; empty before the first forward.
@@ -145,15 +144,6 @@ class ForwardProgress:
         """Record that a module of a list ended its forward, and return True if every module has run."""
         self._remaining.discard(id(module))
         return not self._remaining
-
-    @contextmanager
-    def in_method(self) -> Iterator[None]:
-        """Count a registered method as running within the block."""
-        self.methods += 1
-        try:
-            yield
-        finally:
-            self.methods -= 1
 
     def clear(self) -> None:
         """Remove all running forwards, after an interrupt or an exception."""

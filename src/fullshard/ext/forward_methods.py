@@ -54,15 +54,18 @@ class Method:
         if unit is None:  # undo() was called since the registration
             return self._call(module, *args, **kwargs)
         hooks = ForwardHooks(unit)
-        with unit.progress.in_method():
-            try:
-                changed = hooks.before(module, args, kwargs)
-                args, kwargs = (args, kwargs) if changed is None else changed
-                output = self._call(module, *args, **kwargs)
-            except BaseException:
-                hooks.after(module, args, None)
-                raise
+        unit.progress.methods += 1
+        try:
+            changed = hooks.before(module, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+            output = self._call(module, *args, **kwargs)
+        except BaseException:
+            hooks.after(module, args, None)
+            raise
+        else:
             return hooks.after(module, args, output)
+        finally:
+            unit.progress.methods -= 1
 
 
 def _rebuild_method(module: nn.Module, name: str) -> Method:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +15,6 @@ from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import KeepAfterForward
-from fullshard.core.shard_values import discard_gradient
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.core.units import own_modules, recovered, require_unit, unit_of, units_of
@@ -253,7 +251,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             requires_all_reduce: False defers the all-reduce over replicas to a later backward.
             recurse: True applies to all units at and below this module, False to this unit only.
         """
-        _configure_reductions(self, recurse, all_reduce=check_bool("requires_all_reduce", requires_all_reduce))
+        configure_reductions(self, recurse, all_reduce=check_bool("requires_all_reduce", requires_all_reduce))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Set the factor to divide reduced gradients by, instead of the number of ranks that contribute to them.
@@ -268,7 +266,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         if factor is not None and not (number and 0 < factor < float("inf")):
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
-        _configure_reductions(self, recurse, divide=None if factor is None else float(factor))
+        configure_reductions(self, recurse, divide=None if factor is None else float(factor))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether gradients of this unit are reduced with the op SUM and scaled afterwards, also where a backend has AVG.
@@ -282,7 +280,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             StateError: while gradients are reduced, but not in `.grad` yet.
         """
         require_unit(self).check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
-        _configure_reductions(self, False, force_sum=check_bool("enable", enable))
+        configure_reductions(self, False, force_sum=check_bool("enable", enable))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set the maximum number of reduce-scatters in flight, each of one parameter group, from the next one on.
@@ -316,26 +314,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         _meet(units if separate else [], doing)
         for unit in units:
             unit.reconfigure(doing=doing, separate_reduce=separate)
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None, *, stream: Any = None) -> None:
-        """Set a hook that is called with each reduced flat gradient of this unit, once per parameter group.
-
-        The hook may modify the gradient in place, for example by an all-reduce over further replicas. It runs after the
-        reduce-scatter and the all-reduce over replicas, on the reduction stream or on `stream`. The order of the calls is
-        equal on all ranks.
-
-        Args:
-            hook: called with a 1-D tensor in the reduce dtype, the gradient of this rank's flat shard; None removes the hook.
-            stream: the stream to call `hook` on, on the device of the mesh; None is the reduction stream.
-
-        Raises:
-            ValueError: if `hook` is not callable, or if a stream is given for a CPU mesh.
-        """
-        if hook is not None and not callable(hook):
-            raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}.")
-        if stream is not None and require_unit(self).runtime.communicator.async_device is None:
-            raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit is on the CPU. Omit `stream`.")
-        _configure_reductions(self, False, hook=hook, hook_stream=stream)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in forward, while this unit computes.
@@ -376,29 +354,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unshard_in_backward: False skips the all-gather before backward.
         """
         require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Set an event, recorded after the optimizer step, for the next forward or `unshard()` to wait for. It is used once.
-
-        Set it if the optimizer steps on a separate stream. The all-gathers wait for the current stream too, since they write
-        to its memory. The optimizer may read gradients until the event: call `zero_grad()` after that forward, since the
-        allocator reuses freed memory on the current stream at once.
-
-        Args:
-            event: a torch.Event (or a device event such as torch.cuda.Event) that was recorded after `optimizer.step()`.
-
-        Raises:
-            ValueError: if it has no `wait()`, or the mesh is on the CPU, which has no streams.
-            StateError: if there is no unit at or below this module.
-        """
-        communicators = [runtime.communicator for runtime, _ in units_by_runtime(self)]
-        if all(communicator.async_device is None for communicator in communicators):
-            raise ValueError("set_post_optim_event got an event, but the mesh is on the CPU, which has no streams.")
-        if not callable(getattr(event, "wait", None)):
-            raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}.")
-        for communicator in communicators:
-            if communicator.async_device is not None:
-                communicator.next_event = event
 
     def reset_iter_state(self) -> None:
         """Reset the state of a step that an exception interrupted, and discard all of its gradients.
@@ -587,8 +542,11 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             unit.runtime.reducer.discard(unit)
         shows_full = unit.shows_full
         for parameter in unit.parameters:
-            if shows_full:
-                discard_gradient(parameter, set_to_none=set_to_none)
+            grad = parameter.sharded.grad
+            if shows_full and grad is not None and not set_to_none:
+                grad.detach_().zero_()
+            elif shows_full:
+                parameter.sharded.grad = None
             elif parameter.unsharded is not None:
                 parameter.unsharded.grad = None  # of a backward while the caller had unsharded it by hand
         for group in unit.groups:  # torch's zero_grad reaches registered parameters
@@ -612,7 +570,8 @@ def _configure(module: Any, recurse: bool, **changes: object) -> None:
         unit.configure(**changes)
 
 
-def _configure_reductions(module: Any, recurse: bool, **changes: Any) -> None:
+def configure_reductions(module: Any, recurse: bool, **changes: Any) -> None:
+    """Change fields of `UnitOptions.reduce` of all units at and below `module` or of its own unit."""
     for unit in units_of(module, check_bool("recurse", recurse)):
         unit.configure(reduce=replace(unit.options.reduce, **changes))
 
