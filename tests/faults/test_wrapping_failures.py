@@ -85,7 +85,8 @@ def test_a_rank_that_materializes_other_units_is_told(world: World) -> None:
     if world.rank:
         fully_shard(model, mesh=world.mesh, check_policy=EAGER)
     text = find_desync(lambda: fullshard.materialize(model))
-    assert f"{others(world)} ran materialize() of 'Stack'" in text and "rank 0 ran materialize() of 'Block'" in text, text
+    assert f"{others(world)} ran materialize(seed=None) of 'Stack'" in text, text
+    assert "rank 0 ran materialize(seed=None) of 'Block'" in text, text
 
 
 @ranks(2, 3)
@@ -100,7 +101,8 @@ def test_ranks_that_undo_and_read_the_whole_model_at_once_are_told(world: World)
                 pass
 
     text = find_desync(go_on)
-    assert f"rank 0 ran full_params() of 'Stack'; {others(world)} ran undo() of 'Stack'" in text, text
+    assert f"dtype=None) of 'Stack'; {others(world)} ran undo() of 'Stack'" in text, text
+    assert "rank 0 ran full_params(write=True, " in text, text
 
 
 @pytest.mark.proves("16d")
