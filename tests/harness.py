@@ -109,7 +109,7 @@ def _serve(rank: int, size: int, folder: str, connection: Connection, kind: str)
             errors._SAID.clear()  # what one test was warned of another is warned of again
             getattr(importlib.import_module(module), name).body(world, **arguments)
             watchdog = PROCESS.watchdog
-            connection.send(ABORTED if watchdog is not None and watchdog.has_closed else None)
+            connection.send(ABORTED if watchdog is not None and watchdog._verdicts else None)
         except BaseException:
             connection.send(traceback.format_exc())
 

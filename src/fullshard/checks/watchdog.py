@@ -95,11 +95,6 @@ class Watchdog:
             self._waits.add(state)
         return state
 
-    @property
-    def has_closed(self) -> bool:
-        """True if a verdict closed a log of this rank."""
-        return bool(self._verdicts)
-
     def positions(self) -> list[str]:
         """Return the state of this rank in each log that has calls."""
         return [str(self._state(log)) for log in list(self._logs.values()) if log.count]

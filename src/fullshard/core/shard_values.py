@@ -91,11 +91,8 @@ def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -
 def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return a loaded value as a DTensor that DTensor can copy into the shard. Values of other shapes or placements unchanged.
 
-    Args:
-        parameter: the parameter.
-        value: an unsharded tensor, or a DTensor on the parameter's mesh or on one of the same ranks with other names of its
-            dims, between which DTensor copies nothing.
-        dtype: dtype of the rows of an unsharded tensor; None for its own.
+    A DTensor may be on a mesh of the same ranks with other names of its dims, between which DTensor copies nothing. `dtype`: of
+    the rows of an unsharded tensor; None for its own.
     """
     sharding = parameter.sharding
     if value.shape != parameter.shape:

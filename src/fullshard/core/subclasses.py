@@ -64,9 +64,7 @@ def version_of_memory(tensor: Tensor) -> int:
 def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
     """Return a copy with equal bits, memory of its own and equal attributes.
 
-    Args:
-        tensor: a plain tensor or a subclass.
-        methods: whether the copy gets the methods that were set on the instance, such as all-gather hooks. A pickle cannot.
+    With `methods`, it gets the methods that were set on the instance, such as all-gather hooks. A pickle cannot.
     """
     if is_plain(tensor):
         made = tensor.detach().clone()
@@ -81,13 +79,9 @@ def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
 
 
 def take_attributes(source: Tensor, target: Tensor, *, values: bool = True, methods: bool = True) -> None:
-    """Set the attributes of `source` on `target` that it does not have, or has as None.
+    """Set the attributes of `source` on `target`, which takes its place, that it does not have, or has as None.
 
-    Args:
-        source: a tensor.
-        target: the tensor that takes its place.
-        values: whether to take all but methods: a precomputed scale, for example.
-        methods: whether to take methods that were set on the instance, such as all-gather hooks.
+    `values`: also a precomputed scale, for example. `methods`: also all-gather hooks that were set on the instance.
     """
     for key, kept in vars(source).items():
         if vars(target).get(key) is None and (methods if callable(kept) else values):

@@ -55,11 +55,7 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
 def install_unit(unit: Unit, mixin: type | None, managed: Iterable[nn.Module] = (), originals: Originals | None = None) -> None:
     """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class.
 
-    Args:
-        unit: the unit.
-        mixin: of the sharded class; None for modules that keep their class.
-        managed: the modules that it manages.
-        originals: the parameters that it sharded, with what they were before; None for a copy of a unit.
+    `mixin`: of the sharded class; None for modules that keep their class. `originals`: None for a copy of a unit.
     """
     attach_unit(unit)
     install_hooks(unit)

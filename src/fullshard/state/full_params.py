@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,33 +98,27 @@ def full_params(
         with torch.no_grad():
             # `restore` returns False if the caller assigned another Parameter inside the block.
             assigned = [parameter.name for parameter, plain, _ in installed if not parameter.restore(plain)]
-            if has_begun and (write or assigned):
-                wrong = _why_not_written(assigned, installed)
-                if wrong is None:
-                    for parameter, plain, _ in installed:
-                        write_unsharded(parameter, plain, grad=grads)
-                    for unit in units:
-                        unit.refresh(assigned=True)  # shards that were on meta
-                elif raised:
-                    warnings.warn(wrong, stacklevel=3)
-                else:
-                    raise StateError(wrong)
-
-
-def _why_not_written(assigned: list[str], installed: Sequence[tuple[ShardedParameter, nn.Parameter, torch.Size]]) -> str | None:
-    """Return why the values of a block cannot be written back; None if they can."""
-    if assigned:
-        return (
-            f"Another Parameter was assigned to {assigned} inside full_params(). Write to the existing ones (`p.copy_(...)`), "
-            "or assign before fully_shard(). Nothing was written."
-        )
-    for parameter, plain, shape in installed:
-        if plain.shape != shape:
-            return (
-                f"Expected parameter '{parameter.name}' to have its shape {tuple(shape)} at the end of full_params(), got "
-                f"{tuple(plain.shape)}. Nothing was written."
-            )
-    return None
+            wrong = ""
+            if assigned:
+                wrong = (
+                    f"Another Parameter was assigned to {assigned} inside full_params(). Write to the existing ones "
+                    "(`p.copy_(...)`), or assign before fully_shard(). Nothing was written."
+                )
+            for parameter, plain, shape in installed if write else ():
+                if not wrong and plain.shape != shape:
+                    wrong = (
+                        f"Expected parameter '{parameter.name}' to have its shape {tuple(shape)} at the end of full_params(), "
+                        f"got {tuple(plain.shape)}. Nothing was written."
+                    )
+            if has_begun and wrong and raised:
+                warnings.warn(wrong, stacklevel=3)
+            elif has_begun and wrong:
+                raise StateError(wrong)
+            elif has_begun and write:
+                for parameter, plain, _ in installed:
+                    write_unsharded(parameter, plain, grad=grads)
+                for unit in units:
+                    unit.refresh(assigned=True)  # shards that were on meta
 
 
 def _install_full(
