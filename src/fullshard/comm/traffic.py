@@ -63,9 +63,8 @@ class TrafficCounter:
 class ObservedCollectives:
     """Collectives that report each message to a counter, and to torch's profiler while it is active."""
 
-    def __init__(self, inner: Collectives, counter: TrafficCounter, *, keeps: object = None) -> None:
-        # `keeps` only has to live as long as these collectives: its id is part of the key under which they are cached.
-        self.inner, self._counter, self._keeps = inner, counter, keeps
+    def __init__(self, inner: Collectives, counter: TrafficCounter) -> None:
+        self.inner, self._counter = inner, counter
         self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
         self.in_order: bool = getattr(inner, "in_order", False)
         self.in_place: bool = getattr(inner, "in_place", False)

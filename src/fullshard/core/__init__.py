@@ -15,7 +15,7 @@ reduction.py           Reduction: reduce-scatter, all-reduce, cast and commit of
 reducer.py             GradientReducer: reductions in flight, and when their gradients become .grad
 heartbeat.py           the all-reduce at the end of a synchronized backward
 communicator.py        streams, process groups, and the log of collectives
-collectives_pool.py    the collectives of process groups, one object per group and role
+collectives_pool.py    the collectives of process groups, and what the options of a unit make of them
 agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
