@@ -12,11 +12,11 @@ import torch
 from exits import command_line
 from torch import Tensor
 
+from fullshard.weights.command import problems
 from fullshard.weights.converting import convert_weights
 from fullshard.weights.headers import OpenFiles, header_bytes, read_checkpoint
-from fullshard.weights.inspecting import problems
-from fullshard.weights.reading import Read, Reader, memoryview_of
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
+from fullshard.weights.transfer import Read, Reader, memoryview_of
 
 
 def tensors() -> dict[str, Tensor]:

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import load_weights, save_weights
 from fullshard.core.layout import Extent
-from fullshard.weights.boxes import Box
+from fullshard.weights.boxes import Box, ModelTensor, ShardMap
 from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
 from fullshard.weights.key_map import ComputedTensor, MapError, MappedTensor, map_keys
 from fullshard.weights.loading import _represents_all
 from fullshard.weights.plan import Destination, ReadRange, plan_load
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Split, Stack, Transpose, Unstack
-from fullshard.weights.shard_map import ModelTensor, ShardMap
-from fullshard.weights.writing import Write, Writer
+from fullshard.weights.transfer import Write, Writer
 
 # --- boxes ---
 

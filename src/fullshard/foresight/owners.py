@@ -16,8 +16,8 @@ from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.program import ON_HOST, Await, Launch, Program
 from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
 from fullshard.optim.muon import WIRE, runs, updates_of, write
+from fullshard.optim.owner_exchange import Route, Routes
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
-from fullshard.optim.routes import Route, Routes
 
 _OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": None, "ns_steps": 5}
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7  # coefficients, steps and eps of torch.optim.Muon

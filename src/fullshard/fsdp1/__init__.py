@@ -2,6 +2,5 @@
 
 wrapper.py      FullyShardedDataParallel
 arguments.py    arguments of its constructor, checked and resolved
-state_dicts.py  state dict types of FSDP1 for optimizers: full, sharded, local
-agreement.py    run a step on all ranks or on none: raise errors of one rank on all ranks
+state_dicts.py  state dict types of FSDP1 for optimizers: full, sharded, local; errors of one rank raised on all ranks
 """

@@ -31,7 +31,7 @@ from fullshard.core import (
     unit_of,
 )
 from fullshard.ext.materialize import common_seed, seeded
-from fullshard.fsdp1.agreement import ComparedValues, agree
+from fullshard.fsdp1.state_dicts import ComparedValues, agree
 from fullshard.policies import CommPolicy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)

@@ -10,8 +10,7 @@ matrix_owners.py    MatrixOwners: functions of whole matrices; caches of exchang
 matrix_choice.py    matrices_of(): the matrices of a model, by role
 pieces.py           the matrices in a parameter: one, or several by a split
 owners.py           plan_owners(): which rank owns which matrix
-routes.py           the messages of an owner plan, as one rank sends and receives them
-owner_exchange.py   messages between shards and owners
+owner_exchange.py   messages between shards and owners, as one rank sends and receives them
 empty_shards.py     empty shards in steps of other libraries' optimizers
 clipping.py         clip_grad_norm_
 copies.py           what a call computes or writes once must be equal on all ranks

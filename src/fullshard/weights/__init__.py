@@ -1,26 +1,19 @@
 """Load and save model weights: each rank reads and writes its own bytes of ordinary checkpoints; full tensors are streamed.
 
-texts.py      hints of similar names for error texts
-progress.py   progress callbacks of loads and saves
-boxes.py      boxes: rectangular parts of tensors
+boxes.py      boxes: rectangular parts of tensors, and the box of each tensor that each rank has
 headers.py    headers of safetensors files, and the files of a checkpoint
 rules.py      rules of key maps, as values
 key_map.py    apply rules to the tensors of a checkpoint
 published.py  checkpoint conversions of transformers as rules of key maps
-shard_map.py  tensors of a model, and the box of each tensor that each rank has
-rounds.py     batch rows that one rank reads or writes for several ranks into rounds
+rounds.py     divide rows between ranks, and into rounds and batches
 plan.py       plan a load: which rank reads which bytes
 targets.py    tensors of a model: names, local memory, shards of all ranks
-staging.py    fixed-size memory through which rows pass
-exchange.py   exchange values between ranks in one collective
-reading.py    read bytes of files into memory with several threads
-allocating.py allocate memory for a model on meta, and mark tensors without values
-buffers.py    restore buffers that no checkpoint has
-computing.py  compute the tensors of `Convert` rules
+exchange.py   fixed-size memory through which rows pass, and their exchange between ranks in one collective
+transfer.py   read and write bytes of files with several threads, and report progress
+allocating.py allocate memory for a model on meta, restore buffers that no checkpoint has, and mark tensors without values
 loading.py    load_weights()
 layout.py     lay out a checkpoint in files, as save_pretrained does
 save_plan.py  plan a save: which rank writes which rows, and which ranks send them
-writing.py    write memory to files, one thread per file
 commit.py     replace a directory atomically
 inside.py     move files into a directory that cannot be replaced
 background.py saves in the background of training; ranks agree through the store
@@ -28,9 +21,8 @@ steps.py      one directory per step, and a link to the latest
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
-converting.py convert_weights(), without a model
-inspecting.py list the content of a checkpoint and check it
-command.py    python -m fullshard weights
+converting.py convert_weights(), without a model, and the functions of `Convert` rules
+command.py    python -m fullshard weights: show, convert, check
 
 Planning is pure. Only headers, rules and plans depend on the file format.
 """

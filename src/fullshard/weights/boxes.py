@@ -1,10 +1,16 @@
-"""Boxes: rectangular regions of tensors."""
+"""Boxes: rectangular parts of tensors, and the box of each tensor of a model that each rank stores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +60,99 @@ class Box:
     def rows(self, first: int, last: int) -> Box:
         """Return the rows from `first` up to but not including `last`, as numbered in the tensor. It has at least one dim."""
         return Box((first, *self.start[1:]), (last - first, *self.shape[1:]))
+
+    @classmethod
+    def of_rows(cls, shape: Sequence[int], first: int, last: int) -> Box:
+        """Return rows of a tensor from `first` up to but not including `last`; a scalar is one row."""
+        return cls.whole(shape).rows(first, last) if shape else cls.whole(shape)
+
+    def split_rows(self, nbytes: int, limit: int) -> Iterator[Box]:
+        """Yield parts of a box of `nbytes`, whole rows of up to `limit` bytes each. A single row may exceed it."""
+        if not self.shape or nbytes <= limit:
+            yield self
+            return
+        step = max(1, self.shape[0] * limit // nbytes)
+        for at in range(self.start[0], self.stop[0], step):
+            yield self.rows(at, min(self.stop[0], at + step))
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """The box of a tensor that each rank stores."""
+
+    shape: tuple[int, ...]  # of the unsharded tensor
+    boxes: tuple[Box | None, ...]  # by rank; None for an empty shard
+
+    @cached_property
+    def ranks_by_box(self) -> dict[Box, tuple[int, ...]]:
+        """Ranks by box. Several ranks that store the same box are replicas."""
+        ranks_by_box: dict[Box, list[int]] = {}
+        for rank, box in enumerate(self.boxes):
+            if box is not None:
+                ranks_by_box.setdefault(box, []).append(rank)
+        return {box: tuple(ranks) for box, ranks in ranks_by_box.items()}
+
+    @cached_property
+    def _by_row(self) -> tuple[list[int], list[tuple[Box, tuple[int, ...]]], int]:
+        """(first row of each box, boxes with their ranks, rows of the largest box), in row order for bisection."""
+        shards = sorted(self.ranks_by_box.items(), key=lambda item: item[0].start)
+        largest = max((box.shape[0] for box, _ in shards), default=0)
+        return [box.start[0] for box, _ in shards], shards, largest
+
+    def owners(self, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Yield (intersection of `wanted` with a shard, ranks that store it) for each shard that intersects, in row order."""
+        if not self.shape:  # 0-dim: no rows to bisect
+            yield from self.ranks_by_box.items()
+            return
+        rows, shards, largest = self._by_row
+        # A box that starts `largest` rows or more before `wanted` ends before it, so only boxes in this range can intersect.
+        for shard, ranks in shards[bisect_right(rows, wanted.start[0] - largest) : bisect_left(rows, wanted.stop[0])]:
+            box = shard.intersect(wanted)
+            if box is not None:
+                yield box, ranks
+
+    @cached_property
+    def is_sharded_by_rows(self) -> bool:
+        """True if each rank stores complete rows that no other rank stores."""
+        complete = all(box.shape[1:] == self.shape[1:] for box in self.ranks_by_box)
+        return bool(self.shape) and complete and all(len(ranks) == 1 for ranks in self.ranks_by_box.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor:
+    """Description of a tensor of the model."""
+
+    name: str  # the first one, if the tensor is tied
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the unsharded tensor
+    shard_map: ShardMap
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def merge_row_ranges(ranges: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Split overlapping row ranges into disjoint ones, each with all of its ranks, in row order.
+
+    Args:
+        ranges: (first row, row after the last one, ranks) of each range.
+
+    >>> list(merge_row_ranges([(0, 4, (0,)), (0, 2, (1,)), (6, 7, (0, 2))]))
+    [(0, 2, (0, 1)), (2, 4, (0,)), (6, 7, (0, 2))]
+    """
+    begin: dict[int, list[tuple[int, ...]]] = {}
+    end: dict[int, list[tuple[int, ...]]] = {}
+    for first, last, ranks in ranges:
+        begin.setdefault(first, []).append(ranks)
+        end.setdefault(last, []).append(ranks)
+    active: Counter[int] = Counter()  # by rank: number of its ranges that contain the row
+    for first, last in pairwise(sorted({*begin, *end})):
+        for ranks in end.get(first, ()):
+            active.subtract(ranks)
+        for ranks in begin.get(first, ()):
+            active.update(ranks)
+        active = +active  # drop ranks whose count is zero
+        if active:
+            yield first, last, tuple(sorted(active))

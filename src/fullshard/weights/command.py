@@ -4,16 +4,164 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fullshard.weights.commit import left_over as unfinished
+from fullshard.weights.commit import left_over_text
 from fullshard.weights.converting import convert_weights, other_files
-from fullshard.weights.headers import BadFile, read_checkpoint
-from fullshard.weights.inspecting import checkpoint_tables, leftovers, problems
-from fullshard.wrap.tables import bytes_text
+from fullshard.weights.headers import (
+    INDEX,
+    NAMES,
+    BadFile,
+    FileTensor,
+    Header,
+    OpenFiles,
+    files_of,
+    read_checkpoint,
+    read_header,
+    read_index,
+)
+from fullshard.weights.transfer import Read, Reader
+from fullshard.wrap.tables import aligned, bytes_text
+
+_READ_NBYTES = 64 << 20  # of a tensor at a time
+
+
+def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bool = False) -> str:
+    """Return tables of the tensors and files of a checkpoint."""
+    rows: dict[tuple[str, str, tuple[int, ...]], list[FileTensor]] = {}
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        # A part of a name between dots that is a number becomes a star: layers.3.weight -> layers.*.weight.
+        name = tensor.name if all_tensors else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
+        rows.setdefault((name, NAMES[tensor.dtype], tensor.shape), []).append(tensor)
+    table = [("tensor", "dtype", "shape", "times", "bytes")]
+    for (name, dtype, shape), members in sorted(rows.items(), key=lambda row: _natural_key(row[1][0].name)):
+        total = sum(one.nbytes for one in members)
+        table.append((name, dtype, str(list(shape)), str(len(members)), bytes_text(total)))
+    files = [("file", "tensors", "bytes", "metadata")]
+    for header in headers:
+        metadata = ", ".join(f"{key}: {value}" for key, value in header.metadata.items())
+        files.append((Path(header.file).name, str(len(header.tensors)), bytes_text(header.file_nbytes), metadata[:60]))
+    tensors = [tensor for header in headers for tensor in header.tensors]
+    dtypes = Counter[str]()
+    for tensor in tensors:
+        dtypes[NAMES[tensor.dtype]] += prod(tensor.shape)
+    total = sum(tensor.nbytes for tensor in tensors)
+    parts = ", ".join(f"{count:,} elements of {dtype}" for dtype, count in dtypes.most_common())
+    lines = [*aligned(table, right={3, 4}), "", *aligned(files, right={1, 2}), ""]
+    lines.append(f"{len(tensors):,} tensors, {bytes_text(total)}: {parts or 'nothing'}")
+    return "\n".join([*lines, *leftovers(source)])
+
+
+def _natural_key(name: str) -> list[Any]:
+    """Return a sort key in which numbers in a name compare by value."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name)]
+
+
+def leftovers(source: Any) -> list[str]:
+    """Return a line for each leftover: weights files that the index does not list, and an unfinished save."""
+    if not isinstance(source, (str, os.PathLike)):
+        return []
+    path = Path(os.path.abspath(source))
+    found = []
+    if path.is_dir():
+        used = {Path(file).name for file in files_of(source)[0]}
+        found += [
+            f"left over: {one.name}, which no index lists" for one in sorted(path.glob("*.safetensors")) if one.name not in used
+        ]
+    left = unfinished(path)
+    if left is not None:
+        found.append(f"left over: {left_over_text(left)}")
+    return found
+
+
+def problems(source: Any, *, values: bool = True) -> tuple[list[str], list[Header]]:
+    """Return the faults of a checkpoint, one text each, and the headers that can be read.
+
+    `values`: also read all tensors and look for NaN and infinity.
+    """
+    with OpenFiles() as files:
+        return _problems(source, files, values=values)
+
+
+def _problems(source: Any, files: OpenFiles, *, values: bool) -> tuple[list[str], list[Header]]:
+    try:
+        paths, index = files_of(source, files)
+    except BadFile as wrong:
+        return [str(wrong)], []
+    found: list[str] = []
+    headers: list[Header] = []
+    for path in paths:
+        try:
+            headers.append(read_header(path, files))
+        except BadFile as wrong:
+            found.append(str(wrong))
+    where: dict[str, str] = {}
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        if tensor.name in where:
+            found.append(f"Tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}.")
+        where[tensor.name] = tensor.file
+    if index is not None and len(headers) == len(paths):
+        found += _index_problems(source, files, index, where, headers)
+    if values:
+        for header in headers:
+            found += _value_problems(header, files)
+    return found, headers
+
+
+def _index_problems(
+    source: Any, files: OpenFiles, index: dict[str, str], where: dict[str, str], headers: Sequence[Header]
+) -> list[str]:
+    """Return the differences between the index and the headers."""
+    found = [
+        f"The index lists '{name}' in {file}, which does not have it."
+        for name, file in index.items()
+        if where.get(name) != file
+    ]
+    found += [f"{file} has '{name}', which the index does not list." for name, file in where.items() if name not in index]
+    path = Path(source)
+    index_file = read_index(path / INDEX if path.is_dir() else path, files)
+    total = sum(tensor.nbytes for header in headers for tensor in header.tensors)
+    stated = index_file.get("metadata", {}).get("total_size") if isinstance(index_file.get("metadata", {}), dict) else None
+    if stated is not None and stated != total:
+        found.append(f"The index lists a total of {stated:,} bytes for all tensors, which have {total:,}.")
+    return found
+
+
+def _value_problems(header: Header, files: OpenFiles) -> list[str]:
+    """Return the tensors of a file that have NaN or infinite values or cannot be read."""
+    reader = Reader(files, threads=8)
+    found: list[str] = []
+    try:
+        for tensor in header.tensors:
+            counts = Counter[str]()
+            numel = prod(tensor.shape)
+            step = _READ_NBYTES // tensor.dtype.itemsize
+            for first in range(0, numel, step):
+                part = torch.empty(min(step, numel - first), dtype=tensor.dtype, device="cpu")
+                reader.run([Read(header.file, tensor.offset + first * tensor.dtype.itemsize, part)])
+                if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                    # isinf() is not implemented for most float8 dtypes.
+                    part = part.float() if tensor.dtype.itemsize == 1 else part
+                    counts["NaN"] += int(part.isnan().sum())
+                    counts["infinite"] += int(part.isinf().sum())
+            bad = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
+            if bad:
+                found.append(f"{header.file}: tensor '{tensor.name}' has {bad} of {numel:,} values.")
+    except BadFile as wrong:
+        found.append(str(wrong))
+    finally:
+        reader.close()
+    return found
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,4 +1,4 @@
-"""`convert_weights()`: make a checkpoint from another one in one process, with a bounded amount of memory."""
+"""`convert_weights()`: make a checkpoint from another one in one process; and the functions of `Convert` rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,56 @@ from torch import Tensor
 from fullshard.errors import check_float_dtype, check_int
 from fullshard.weights.boxes import Box
 from fullshard.weights.commit import Extra, Replacement, new_token
-from fullshard.weights.computing import Calculator
 from fullshard.weights.headers import FileTensor, OpenFiles, read_checkpoint
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, SourcePiece, map_keys
-from fullshard.weights.layout import CheckpointLayout, lay_out
-from fullshard.weights.reading import Read, Reader, offset_of_row
-from fullshard.weights.staging import batches
-from fullshard.weights.writing import Write, Writer
+from fullshard.weights.layout import lay_out_mapped
+from fullshard.weights.rounds import batches
+from fullshard.weights.transfer import Read, Reader, Write, Writer
+
+
+class Calculator:
+    """Runs the functions of `Convert` rules on one rank.
+
+    Attributes:
+        bytes_used: bytes of file data that the functions have used so far.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._last: tuple[ComputedTensor, Tensor] | None = None
+        self.bytes_used = 0
+
+    def value(self, source: ComputedTensor) -> Tensor:
+        """Return the result of a function. It is cached until another tensor is computed."""
+        if self._last is None or self._last[0] is not source:
+            self._last = None  # free the last result before the next inputs are read
+            inputs = [self._read_whole(mapped) for mapped in source.inputs]
+            try:
+                value = source.function(*inputs)
+            except Exception as failure:
+                raise ValueError(f"Convert: the function for '{source.name}' fails: {failure}") from failure
+            if tuple(value.shape) != source.shape or value.dtype != source.dtype:
+                raise ValueError(
+                    f"Convert: expected the function for '{source.name}' to return {source.shape} of {source.dtype}, as on "
+                    f"meta, got {tuple(value.shape)} of {value.dtype}."
+                )
+            self._last = source, value
+        return self._last[1]
+
+    def _read_whole(self, mapped: MappedTensor) -> Tensor:
+        """Read a whole tensor from the files."""
+        found = torch.empty(mapped.shape, dtype=mapped.dtype, device="cpu")
+        for piece in mapped.pieces:
+            box = piece.source_box(piece.at)
+            if isinstance(piece.source, ComputedTensor):
+                value = self.value(piece.source)
+            else:
+                assert isinstance(piece.source, FileTensor)
+                value = torch.empty(piece.source.shape, dtype=piece.source.dtype, device="cpu")
+                self._reader.run([Read(piece.source.file, piece.source.offset, value)])
+                self.bytes_used += box.numel * value.itemsize
+            found[piece.at.slices()] = piece.view_as_mapped(value[box.slices()])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +136,7 @@ def convert_weights(
     try:
         headers = read_checkpoint(source, files)
         state = {tensor.name: MappedTensor.of(tensor) for header in headers for tensor in header.tensors}
-        layout, outputs = _outputs(map_keys(key_map, state), dtype, max_shard_bytes)
+        layout, outputs = lay_out_mapped(map_keys(key_map, state), dtype, max_shard_bytes=max_shard_bytes)
         replacement.prepare(layout)
         with torch.no_grad():
             _Converter(reader, writer, max(1, buffer_bytes // 4)).run(outputs)
@@ -112,21 +154,6 @@ def convert_weights(
         writer.close()
     names = tuple(replacement.name_in_place(file.name) for file in layout.files)
     return Converted(reader.read, writer.written, time.perf_counter() - began, names)
-
-
-def _outputs(
-    mapped: dict[str, MappedTensor], dtype: torch.dtype | None, max_shard_bytes: int
-) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
-    """Return the layout of the new files, and (tensor in a file, its mapping from the source) for each tensor."""
-    named = [
-        (name, one.dtype if dtype is None or not one.dtype.is_floating_point else dtype, one.shape)
-        for name, one in mapped.items()
-    ]
-    file_groups = {name: one.file_group for name, one in mapped.items() if one.file_group is not None}
-    layout = lay_out(
-        named, max_shard_bytes=max_shard_bytes, parameters=sum(prod(shape) for _, _, shape in named), file_groups=file_groups
-    )
-    return layout, [(tensor, mapped[tensor.name]) for file in layout.files for tensor in file.tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +185,13 @@ class _Converter:
 
     def run(self, outputs: Sequence[tuple[FileTensor, MappedTensor]]) -> None:
         """Write all outputs."""
-        parts = (part for output, mapped in outputs for part in self._row_ranges(output, mapped))
+        parts = (
+            _OutputRows(output, mapped, rows)
+            for output, mapped in outputs
+            for rows in Box.whole(output.shape).split_rows(output.nbytes, self._limit)
+        )
         for batch in batches(parts, self._limit, lambda part: part.nbytes):
             self._writer.run(self._assembled(batch))
-
-    def _row_ranges(self, output: FileTensor, mapped: MappedTensor) -> Iterator[_OutputRows]:
-        whole = Box.whole(output.shape)
-        if not output.shape or output.nbytes <= self._limit:
-            yield _OutputRows(output, mapped, whole)
-            return
-        step = max(1, output.shape[0] * self._limit // output.nbytes)
-        for first in range(0, output.shape[0], step):
-            yield _OutputRows(output, mapped, whole.rows(first, min(output.shape[0], first + step)))
 
     def _assembled(self, batch: Sequence[_OutputRows]) -> list[Write]:
         """Read and cast the data of a batch, and return the writes."""
@@ -187,10 +209,7 @@ class _Converter:
         self._reader.run(direct)
         for piece, at, into in others:
             self._fill(piece, at, into)
-        return [
-            Write(part.output.file, offset_of_row(part.output, part.rows.start[0] if part.output.shape else 0), value)
-            for part, value in zip(batch, values)
-        ]
+        return [Write(part.output.file, part.output.offset_of(part.rows.start), value) for part, value in zip(batch, values)]
 
     def _fill(self, piece: SourcePiece, at: Box, into: Tensor) -> None:
         """Fill `into`, the box `at` of an output, from its source, reading a bounded number of source rows at a time."""
@@ -217,7 +236,7 @@ class _Converter:
 
     def _read(self, source: FileTensor, rows: Box) -> Tensor:
         values = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
-        self._reader.run([Read(source.file, offset_of_row(source, rows.start[0] if source.shape else 0), values)])
+        self._reader.run([Read(source.file, source.offset_of(rows.start), values)])
         return values
 
 
@@ -227,11 +246,7 @@ def _direct_read(piece: SourcePiece, at: Box, into: Tensor) -> Read | None:
     if not isinstance(source, FileTensor) or source.dtype != into.dtype or not piece.keeps_order or not into.is_contiguous():
         return None
     box = piece.source_box(at)
-    if not source.shape:
-        return Read(source.file, source.offset, into)
-    if box.shape[1:] != source.shape[1:]:
-        return None
-    return Read(source.file, offset_of_row(source, box.start[0]), into)
+    return Read(source.file, source.offset_of(box.start), into) if box.shape[1:] == source.shape[1:] else None
 
 
 def other_files(source: str | os.PathLike[str]) -> dict[str, Path]:

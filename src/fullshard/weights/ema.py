@@ -97,7 +97,7 @@ class EMA:
         if has_marks(model, tensors.units):
             tensors.agreement("EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
         self._units = tensors.units
-        self._averages = [self._averages_of(group) for group in self._groups()]
+        self._averages = [_FlatAverages(group, self._dtype, self._device) for group in self._groups()]
         slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}
         plain = [
             entry for entry in tensors.entries if isinstance(entry.plain, nn.Parameter) and entry.local.is_floating_point()
@@ -112,9 +112,6 @@ class EMA:
             "EMA cannot be copied or pickled: it refers to its model. Create EMA(other_model) and call its "
             "load_state_dict(ema.state_dict())."
         )
-
-    def _averages_of(self, group: ParamGroup) -> _FlatAverages:
-        return _FlatAverages(group, self._dtype, self._device)
 
     def _groups(self) -> list[ParamGroup]:
         """Return the parameter groups that are averaged: groups of floating-point parameters.
@@ -175,7 +172,7 @@ class EMA:
         ]
         if moved:
             raise StateError(f"'{moved[0]}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
-        self._averages = [self._averages_of(group) for group in groups]
+        self._averages = [_FlatAverages(group, self._dtype, self._device) for group in groups]
         for flat in self._averages:
             for parameter, view in flat.views():
                 if id(parameter) in old_views:
@@ -285,10 +282,8 @@ class EMA:
             A dict with `averages` (by name, DTensors with the placements of the parameters, views of the averages), `calls`
             and `updates`.
         """
-        values = self.values()
-        averages = {
-            entry.names[0]: _to_dtensor(entry, values[entry.names[0]]) for entry in self._entries() if entry.names[0] in values
-        }
+        values, entries = self.values(), {entry.names[0]: entry for entry in tensors_of(self._model).entries}
+        averages = {name: _to_dtensor(entry, values[name]) for name, entry in entries.items() if name in values}
         return {"averages": averages, "calls": self.calls, "updates": self.updates}
 
     @torch.no_grad()
@@ -318,7 +313,7 @@ class EMA:
                 raise ValueError(f"The state has no average of '{name}', which is a parameter of the model.")
             raise ValueError(f"The state has an average of '{name}', which is no averaged parameter of the model.")
         given: dict[str, Tensor] = {}  # all of them, before the first is written
-        for entry in self._entries():
+        for entry in tensors_of(self._model).entries:
             name = entry.names[0]
             if name in values:
                 value = averages[name]
@@ -333,9 +328,6 @@ class EMA:
         for name, value in given.items():
             values[name].copy_(value)
         self.calls, self.updates = calls, updates
-
-    def _entries(self) -> tuple[ModelEntry, ...]:
-        return tensors_of(self._model).entries
 
 
 def _describe(state: Any) -> str:

@@ -1,16 +1,49 @@
-"""Exchange values between ranks in one all-to-all: cast and copy them into one buffer, and copy the received ones out."""
+"""Memory through which rows pass, and the exchange of values between ranks in one all-to-all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
 
 from fullshard.core import Agreement
-from fullshard.weights.staging import StagingBuffer, padded
+from fullshard.weights.rounds import padded
+
+
+class StagingBuffer:
+    """One block of memory that is reused for each batch of rows. It grows to the largest batch."""
+
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        self._device, self._pinned = device, pinned
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._copies_done: torch.Event | None = None
+
+    def take(self, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Return tensors of these shapes and dtypes in the buffer. They overwrite the tensors of the previous call."""
+        if self._copies_done is not None:
+            self._copies_done.synchronize()
+            self._copies_done = None
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in tensors]
+        total = sum(map(padded, sizes))
+        if total > self._memory.numel():
+            self._memory = self._memory[:0].clone()  # frees the old memory before the new allocation, for a lower peak
+            self._memory = torch.empty(total, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        found: list[Tensor] = []
+        at = 0
+        for (shape, dtype), size in zip(tensors, sizes):
+            found.append(self._memory[at : at + size].view(dtype).view(tuple(shape)))
+            at += padded(size)
+        return found
+
+    def record_copies(self) -> None:
+        """Record that the accelerator may still copy from or to the tensors, so that the next `take` waits for the copies."""
+        if self._pinned:
+            self._copies_done = torch.Event(device=torch.accelerator.current_accelerator())
+            self._copies_done.record()
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,10 @@ class FileTensor:
         """Bytes of the data."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def offset_of(self, start: Sequence[int]) -> int:
+        """Return the offset in the file at which the row of the element `start` begins."""
+        return self.offset + (self.nbytes // self.shape[0] * start[0] if start and self.shape[0] else 0)
+
 
 class OpenFiles:
     """Open files and directories of a checkpoint, by path.

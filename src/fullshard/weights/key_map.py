@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -17,18 +18,33 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import InternalError, printable
-from fullshard.weights.boxes import Box
+from fullshard.weights.boxes import Box, ModelTensor
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
-from fullshard.weights.shard_map import ModelTensor
-from fullshard.weights.texts import nearest
+
+_MOST = 2000  # names that are compared character by character
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a hint such as ` (nearest: 'a', 'b')` with up to two similar names, or "" if none is similar.
+
+    Of more than 2,000 names, only names with the same last component are compared.
+    """
+    from difflib import get_close_matches
+
+    every = list(names)
+    if len(every) > _MOST:
+        last = name.rpartition(".")[2]
+        every = list(islice((one for one in every if one.rpartition(".")[2] == last), _MOST))
+    found = get_close_matches(name, every, 2, 0.6)
+    return f" (nearest: {', '.join(repr(one) for one in found)})" if found else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedTensor:
     """The output of a `Convert` function, computed from whole tensors.
 
-    Compared by identity: functions have no useful equality, and `computing.py` caches the value of one object.
+    Compared by identity: functions have no useful equality, and `Calculator` caches the value of one object.
     """
 
     name: str
@@ -145,6 +161,11 @@ class MapError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
+
+
+def cast_dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a tensor after floating-point tensors were cast to `wanted`; None casts nothing."""
+    return stored if wanted is None or not stored.is_floating_point else wanted
 
 
 State = dict[str, MappedTensor]

@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from fullshard.weights.headers import SINGLE, FileTensor, header_bytes
+from fullshard.weights.key_map import MappedTensor, cast_dtype
 
 _ALIGNMENT = [
     torch.bool,
@@ -114,6 +115,29 @@ def lay_out(
         "weight_map": {tensor: file for file, members in zip(names, files) for tensor, _, _ in members},
     }
     return CheckpointLayout(found, json.dumps(index, indent=2, sort_keys=True) + "\n", name)
+
+
+def lay_out_mapped(
+    mapped: Mapping[str, MappedTensor],
+    dtype: torch.dtype | None,
+    *,
+    max_shard_bytes: int,
+    parameters: int | None = None,
+    name: str = SINGLE,
+) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
+    """Lay out the tensors that a key map makes, floating-point ones in `dtype`. Return also (place in a file, values) of each.
+
+    `parameters` is as for `lay_out`; None counts the elements of all tensors.
+    """
+    named = [(key, cast_dtype(one.dtype, dtype), one.shape) for key, one in mapped.items()]
+    layout = lay_out(
+        named,
+        max_shard_bytes=max_shard_bytes,
+        parameters=sum(prod(shape) for _, _, shape in named) if parameters is None else parameters,
+        file_groups={key: one.file_group for key, one in mapped.items() if one.file_group is not None},
+        name=name,
+    )
+    return layout, [(tensor, mapped[tensor.name]) for file in layout.files for tensor in file.tensors]
 
 
 def _grouped(tensors: Sequence[Named], file_groups: Mapping[str, str]) -> list[list[Named]]:

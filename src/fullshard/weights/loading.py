@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.core import Agreement, clean_name
 from fullshard.errors import check_bool, check_int, warn_once
-from fullshard.weights.allocating import AllocatedTensors, unwritten_ids
+from fullshard.weights.allocating import AllocatedTensors, built_buffers, fill_buffers, unwritten_ids
 from fullshard.weights.background import join_saves
 from fullshard.weights.boxes import Box
-from fullshard.weights.buffers import built_buffers, fill_buffers
 from fullshard.weights.commit import warn_of_leftover
-from fullshard.weights.computing import Calculator
-from fullshard.weights.exchange import Exchange, Receive, Send
+from fullshard.weights.converting import Calculator
+from fullshard.weights.exchange import Exchange, Receive, Send, StagingBuffer
 from fullshard.weights.headers import (
     ATTEMPTS,
     DTYPES,
@@ -35,14 +34,11 @@ from fullshard.weights.headers import (
     read_checkpoint,
     samples,
 )
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, State, map_keys
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, State, map_keys, nearest
 from fullshard.weights.plan import Destination, LoadPlan, ReadRange, plan_load
-from fullshard.weights.progress import Progress, check_progress, with_total
-from fullshard.weights.reading import Read, Reader, offset_of_row
-from fullshard.weights.rounds import Round
-from fullshard.weights.staging import StagingBuffer, batches
+from fullshard.weights.rounds import Round, batches
 from fullshard.weights.targets import ModelEntry, ModelTensors, reshard_for, tensors_of
-from fullshard.weights.texts import nearest
+from fullshard.weights.transfer import Progress, Read, Reader, check_progress, with_total
 
 Replicas = Literal["auto", "read"]
 
@@ -494,8 +490,7 @@ class _Load:
 
     def _read(self, part: ReadRange, into: Tensor) -> Read:
         assert isinstance(part.source, FileTensor)
-        first = part.rows.start[0] if part.source.shape else 0
-        return Read(part.source.file, offset_of_row(part.source, first), into)
+        return Read(part.source.file, part.source.offset_of(part.rows.start), into)
 
     # --- rows that only this rank needs ---
 
@@ -505,7 +500,7 @@ class _Load:
         for part in parts:
             into = self._memory(part)
             if into is None:
-                staged += self._pieces(part)
+                staged += [replace(part, rows=rows) for rows in part.rows.split_rows(part.nbytes, self._limit)]
             else:
                 self._bytes_used += into.numel() * into.itemsize
                 straight.append(self._read(part, into))
@@ -529,14 +524,6 @@ class _Load:
         if type(view) is not Tensor or view.is_conj() or view.is_neg():  # has other values than its memory
             return None
         return view if view.device.type == "cpu" and view.is_contiguous() and destination.piece.keeps_order else None
-
-    def _pieces(self, part: ReadRange) -> list[ReadRange]:
-        """Split the rows of a part so that each piece fits in the buffer."""
-        if not part.source.shape:
-            return [part]
-        first, last = part.rows.start[0], part.rows.stop[0]
-        step = max(1, (last - first) * self._limit // max(1, part.nbytes))
-        return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
 
     def _write_all(self, parts: Sequence[ReadRange], rows: Sequence[Tensor], staging: StagingBuffer) -> None:
         for part, read in zip(parts, rows):

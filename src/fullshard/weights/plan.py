@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from fullshard.weights.boxes import Box
+from fullshard.weights.boxes import Box, ModelTensor, merge_row_ranges
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.key_map import ComputedTensor, MappedTensor, Source, SourcePiece
-from fullshard.weights.rounds import Round, RowRange, in_rounds
-from fullshard.weights.shard_map import ModelTensor, merge_row_ranges
-from fullshard.weights.staging import padded
+from fullshard.weights.rounds import Round, RowRange, in_rounds, padded, shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +201,8 @@ def _shared_rows(source: FileTensor, destinations: tuple[Destination, ...], limi
     row = source.nbytes // max(1, source.shape[0] if source.shape else 1)
     max_rows = max(1, limit * numel // max(1, largest * row)) if row else 1  # so many rows fit into `limit` on every rank
     for first, last, owners in merge_row_ranges(needs):
-        count = len(owners)
-        bounds = [first + (last - first) * index // count for index in range(count + 1)]
-        step = max(1, max_rows // count)
-        for at in range(0, -(-(last - first) // count), step):
-            for reader, begin, end in zip(owners, bounds, bounds[1:]):
-                if begin + at < end:
-                    yield _row_range(
-                        source, destinations, _row_box(source.shape, begin + at, min(end, begin + at + step)), reader
-                    )
+        for reader, begin, end in shares(first, last, owners, max(1, max_rows // len(owners))):
+            yield _row_range(source, destinations, Box.of_rows(source.shape, begin, end), reader)
 
 
 def _computed_rows(
@@ -222,12 +213,7 @@ def _computed_rows(
     copies = max(map(len, ranks_of_boxes), default=1)  # copies of the tensor that the reader sends, at most
     max_rows = max(1, limit * length // max(1, source.nbytes * copies))
     for begin in range(0, length, max_rows):
-        yield _row_range(source, destinations, _row_box(source.shape, begin, min(length, begin + max_rows)), reader)
-
-
-def _row_box(shape: tuple[int, ...], first: int, last: int) -> Box:
-    """Return rows from `first` up to `last` as a box; a scalar is one row."""
-    return Box.whole(shape).rows(first, last) if shape else Box.whole(shape)
+        yield _row_range(source, destinations, Box.of_rows(source.shape, begin, min(length, begin + max_rows)), reader)
 
 
 def _row_range(source: Source, destinations: tuple[Destination, ...], rows: Box, reader: int) -> RowRange:

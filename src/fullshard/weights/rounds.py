@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 from fullshard.weights.boxes import Box
 
 P = TypeVar("P")
+
+_ALIGNMENT = 64  # bytes; at least the alignment of every dtype
+
+
+def padded(nbytes: int) -> int:
+    """Return `nbytes` rounded up to the alignment of tensors in a shared buffer."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
 
 LoadKey = tuple[str, int]
 """Purpose of bytes, and rank: a round limits the bytes of each. The purpose is "read", "write", "send" or "need"."""
@@ -61,3 +70,31 @@ def in_rounds(ranges: Iterable[tuple[RowRange, Callable[[RowRange], P]]], *, ran
             parts.append(make(row_range))
     if totals:
         yield Round(tuple(parts), exchanged)
+
+
+def shares(first: int, last: int, ranks: Sequence[int], step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, first row, row after the last one): an equal part of the rows for each rank, in steps in turn.
+
+    So every round has work for all of these ranks.
+    """
+    count = len(ranks)
+    bounds = [first + (last - first) * index // count for index in range(count + 1)]
+    for at in range(0, -(-(last - first) // count), step):
+        for rank, (begin, end) in zip(ranks, pairwise(bounds)):
+            if begin + at < end:
+                yield rank, begin + at, min(end, begin + at + step)
+
+
+def batches(parts: Iterable[P], limit: int, nbytes: Callable[[P], int]) -> Iterator[list[P]]:
+    """Batch parts, in order, up to `limit` bytes. A single larger part gets its own batch."""
+    batch: list[P] = []
+    total = 0
+    for part in parts:
+        size = padded(nbytes(part))
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(part)
+        total += size
+    if batch:
+        yield batch

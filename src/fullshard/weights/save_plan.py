@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
-from fullshard.weights.boxes import Box
+from fullshard.weights.boxes import Box, ModelTensor, merge_row_ranges
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.key_map import MappedTensor, SourcePiece
-from fullshard.weights.rounds import Round, RowRange, in_rounds
-from fullshard.weights.shard_map import ModelTensor, merge_row_ranges
-from fullshard.weights.staging import padded
+from fullshard.weights.rounds import Round, RowRange, in_rounds, padded, shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ def _placement_key(piece: SourcePiece) -> object:
 def _own_rows(output: FileTensor, mapped: MappedTensor) -> list[RowRange]:
     """Return the rows whose elements are all on one rank, and on no other."""
     return [
-        RowRange.of(_row_box(output, first, last), owners[0], {})
+        RowRange.of(Box.of_rows(output.shape, first, last), owners[0], {})
         for first, last, owners in _rows_with_ranks(output, mapped)
         if len(owners) == 1
     ]
@@ -134,17 +131,6 @@ def _rows_with_ranks(output: FileTensor, mapped: MappedTensor) -> Iterator[tuple
 def _shares(
     output: FileTensor, mapped: MappedTensor, first: int, last: int, owners: tuple[int, ...], limit: int
 ) -> Iterator[WriteRange]:
-    # Each rank in `owners` writes an equal share, in small steps in turn, so that every round has work for all of them.
-    count = len(owners)
     row = output.nbytes // max(1, output.shape[0] if output.shape else 1)
-    step = max(1, limit // max(1, row * count))
-    bounds = [first + (last - first) * index // count for index in range(count + 1)]
-    for at in range(0, -(-(last - first) // count), step):
-        for writer, (begin, end) in zip(owners, pairwise(bounds)):
-            if begin + at < end:
-                yield WriteRange(output, mapped, _row_box(output, begin + at, min(end, begin + at + step)), writer)
-
-
-def _row_box(output: FileTensor, first: int, last: int) -> Box:
-    whole = Box.whole(output.shape)
-    return whole.rows(first, last) if output.shape else whole
+    for writer, begin, end in shares(first, last, owners, max(1, limit // max(1, row * len(owners)))):
+        yield WriteRange(output, mapped, Box.of_rows(output.shape, begin, end), writer)

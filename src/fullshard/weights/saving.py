@@ -20,18 +20,15 @@ from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreRankGroup, join_saves
 from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.ema import EMA
-from fullshard.weights.exchange import Exchange, Receive, Send
+from fullshard.weights.exchange import Exchange, Receive, Send, StagingBuffer
 from fullshard.weights.headers import SINGLE, FileTensor
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, map_keys
-from fullshard.weights.layout import CheckpointLayout, lay_out
-from fullshard.weights.progress import Progress, check_progress, with_total
-from fullshard.weights.reading import offset_of_row
-from fullshard.weights.rounds import Round
+from fullshard.weights.layout import CheckpointLayout, lay_out_mapped
+from fullshard.weights.rounds import Round, batches
 from fullshard.weights.save_plan import RowSource, SavePlan, WriteRange, plan_save
-from fullshard.weights.staging import StagingBuffer, batches
 from fullshard.weights.steps import Steps
 from fullshard.weights.targets import ModelTensors, from_first_rank, reshard_for, tensors_of, with_values
-from fullshard.weights.writing import Write, Writer
+from fullshard.weights.transfer import Progress, Write, Writer, check_progress, with_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +177,10 @@ def save_weights(
 
     def checked_steps() -> Steps | None:
         check_progress(progress)
-        _check(max_shard_bytes=max_shard_bytes, threads=threads, buffer_bytes=buffer_bytes, dtype=dtype, background=background)
+        for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
+            check_int(name, value)
+        check_float_dtype("dtype", dtype, optional=True)
+        check_bool("background", background)
         if weights is not None and not isinstance(weights, EMA):
             raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
         if keep is not None and step is None:
@@ -234,13 +234,6 @@ def save_weights(
     return Saving(save.replacement.directory, partial(save.finish_in_background, store_group))
 
 
-def _check(*, max_shard_bytes: object, threads: object, buffer_bytes: object, dtype: object, background: object) -> None:
-    for name, value in (("max_shard_bytes", max_shard_bytes), ("threads", threads), ("buffer_bytes", buffer_bytes)):
-        check_int(name, value)
-    check_float_dtype("dtype", dtype, optional=True)
-    check_bool("background", background)
-
-
 def _outputs(
     tensors: ModelTensors, key_map: KeyMap, dtype: torch.dtype | None, max_shard_bytes: int, filename: str
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
@@ -254,22 +247,14 @@ def _outputs(
             )
     if tensors.entries and not mapped:
         raise ValueError("key_map leaves no tensor to save: its rules drop all names, or its function returned None for all.")
-    named = [(name, _dtype_of(one.dtype, dtype), one.shape) for name, one in mapped.items()]
     parameters = sum(entry.target.nbytes // entry.target.dtype.itemsize for entry in tensors.entries if entry.is_parameter)
-    file_groups = {name: one.file_group for name, one in mapped.items() if one.file_group is not None}
-    layout = lay_out(named, max_shard_bytes=max_shard_bytes, parameters=parameters, file_groups=file_groups, name=filename)
-    places = {tensor.name: tensor for file in layout.files for tensor in file.tensors}
-    return layout, [(places[name], one) for name, one in mapped.items()]
+    return lay_out_mapped(mapped, dtype, max_shard_bytes=max_shard_bytes, parameters=parameters, name=filename)
 
 
 def _fingerprint(layout: CheckpointLayout, outputs: list[tuple[FileTensor, MappedTensor]]) -> bytes:
     """Return a description of the files and their tensors, which must be equal on all ranks."""
     pieces = [[(p.source.name, p.geometry) for p in mapped.pieces] for _, mapped in outputs]
     return repr((layout, pieces)).encode("utf-8", "backslashreplace")
-
-
-def _dtype_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return stored if wanted is None or not stored.is_floating_point else wanted
 
 
 class _Save:
@@ -414,7 +399,7 @@ class _Save:
             # Training changes the shards during a background save, so it copies all rows.
             memory = None if self._in_background else self._shard_memory(part)
             if memory is None:
-                staged += _pieces(part, self._limit)
+                staged += [replace(part, rows=rows) for rows in part.rows.split_rows(part.nbytes, self._limit)]
             else:
                 straight.append(_write(part, memory))
         self._begin(straight)
@@ -475,14 +460,4 @@ class _Save:
 
 
 def _write(part: WriteRange, rows: Tensor) -> Write:
-    first = part.rows.start[0] if part.output.shape else 0
-    return Write(part.output.file, offset_of_row(part.output, first), rows)
-
-
-def _pieces(part: WriteRange, limit: int) -> list[WriteRange]:
-    """Split the rows of a part so that each piece fits in the buffer."""
-    if not part.output.shape or part.nbytes <= limit:
-        return [part]
-    first, last = part.rows.start[0], part.rows.stop[0]
-    step = max(1, (last - first) * limit // part.nbytes)
-    return [replace(part, rows=part.rows.rows(at, min(last, at + step))) for at in range(first, last, step)]
+    return Write(part.output.file, part.output.offset_of(part.rows.start), rows)

@@ -27,9 +27,9 @@ from fullshard.core import (
 )
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values, has_marks
+from fullshard.weights.boxes import ModelTensor
 from fullshard.weights.ema import EMA
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, map_keys
-from fullshard.weights.shard_map import ModelTensor
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, cast_dtype, map_keys
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
 To = str | int | dist.ProcessGroup
@@ -178,7 +178,7 @@ def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | No
     for number, output in enumerate(outputs):
         cluster.append(output)
         for source in _model_tensors(output[1]):
-            cluster_bytes[source.name] = prod(source.shape) * _output_dtype(source.dtype, dtype).itemsize
+            cluster_bytes[source.name] = prod(source.shape) * cast_dtype(source.dtype, dtype).itemsize
         if any(last[name] > number for name in cluster_bytes):
             continue  # a later output needs one of these tensors: the cluster is not complete
         if bucket and sum(bucket_bytes.values()) + sum(cluster_bytes.values()) > limit:
@@ -188,10 +188,6 @@ def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | No
         cluster, cluster_bytes = [], {}
     if bucket:
         yield bucket
-
-
-def _output_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return stored if dtype is None or not stored.is_floating_point else dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -360,7 +356,7 @@ class _Bucket:
             self._all_gathers.append(all_gather)
 
     def _output_dtype(self, entry: ModelEntry) -> torch.dtype:
-        return _output_dtype(entry.target.dtype, self._dtype)
+        return cast_dtype(entry.target.dtype, self._dtype)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -458,7 +454,7 @@ def _assembled(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]],
         source = _source(piece.source, values, dtype)
         return piece.view_as_mapped(source[piece.source_box(piece.at).slices()])
     if not mapped.pieces:  # no elements
-        return torch.empty(mapped.shape, dtype=_output_dtype(mapped.dtype, dtype))
+        return torch.empty(mapped.shape, dtype=cast_dtype(mapped.dtype, dtype))
     full: Tensor | None = None
     for piece in mapped.pieces:
         part = piece.view_as_mapped(_source(piece.source, values, dtype)[piece.source_box(piece.at).slices()])
@@ -472,5 +468,5 @@ def _assembled(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]],
 def _source(source: Source, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:
     if isinstance(source, ComputedTensor):
         value = source.function(*(_assembled(one, values, dtype) for one in source.inputs))
-        return value.to(_output_dtype(value.dtype, dtype))
+        return value.to(cast_dtype(value.dtype, dtype))
     return values[source.name]()

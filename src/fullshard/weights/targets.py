@@ -25,8 +25,7 @@ from fullshard.core import (
 )
 from fullshard.errors import StateError
 from fullshard.optim.copies import agreement_of_all, find_difference
-from fullshard.weights.boxes import Box
-from fullshard.weights.shard_map import ModelTensor, ShardMap
+from fullshard.weights.boxes import Box, ModelTensor, ShardMap
 
 _ROUNDING = 1e-2  # relative difference of two copies of a tensor that were trained by kernels that round otherwise
 
