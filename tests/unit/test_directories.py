@@ -723,7 +723,10 @@ def test_a_load_that_broke_off_leaves_nothing_to_save(tmp_path: Path) -> None:
     """Of a model without units half of the weights were new, and were saved as if all were well."""
     save_weights(uniform(1.0), tmp_path / "good")
     model = uniform(2.0)
-    with mock.patch.object(transfer, "_read_into", side_effect=BadFile("injected")), pytest.raises(ValueError, match="injected"):
+    with (
+        mock.patch.object(transfer, "_read_into", side_effect=BadFile("injected")),
+        pytest.raises(ValueError, match="injected"),
+    ):
         load_weights(model, tmp_path / "good")
     told = r"found no values: load_weights\(\) failed and left half written: parameter .* since. Load or initialize"
     with pytest.raises(ValueError, match=told):
@@ -737,7 +740,10 @@ def test_a_load_that_broke_off_leaves_what_it_was_not_to_load(tmp_path: Path) ->
     """Adapters that no checkpoint has were NaN after a load of the base model that failed."""
     save_weights(uniform(1.0), tmp_path / "base", key_map=[Drop("bias")])
     model = uniform(2.0)
-    with mock.patch.object(transfer, "_read_into", side_effect=BadFile("injected")), pytest.raises(ValueError, match="injected"):
+    with (
+        mock.patch.object(transfer, "_read_into", side_effect=BadFile("injected")),
+        pytest.raises(ValueError, match="injected"),
+    ):
         load_weights(model, tmp_path / "base", missing=["bias"])
     for name, parameter in model.named_parameters():
         assert bool((parameter == 2.0).all()) if "bias" in name else bool(parameter.isnan().all()), name

@@ -102,7 +102,7 @@ def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def sizes_of_product(operation: Any, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of a matrix product or of attention."""
+    """Return (rows, inner, columns) of a matrix product, (head dim, length of the keys) of attention; else ()."""
     packet, backward = operation.overloadpacket, "backward" in str(operation)
     if packet in _FLOPS and packet is not grouped_mm:
         query, key = args[1:3] if backward else args[:2]

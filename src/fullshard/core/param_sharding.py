@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,13 @@ class ParamSharding:
         data = {*dims.shard_names, *dims.replicate_names}
         names = self.mesh.mesh_dim_names or ()
         return tuple(axis for axis, name in enumerate(names) if name in set(full.mesh_dim_names or ()) - data)
+
+    @cached_property
+    def tensor_parallel_groups(self) -> tuple[tuple[int, ShardAxis], ...]:
+        """Index in `mesh` and axis of each tensor-parallel axis with several ranks."""
+        names = self.mesh.mesh_dim_names
+        several = [] if names is None else [axis for axis in self.tensor_parallel_axes if self.mesh.size(axis) > 1]
+        return tuple((axis, resolve_mesh(self.mesh[names[axis]])) for axis in several if names is not None)
 
     def ranges_at(self, coordinate: Sequence[int]) -> list[range]:
         """Return the range of each dim that the rank at `coordinate` of `mesh` owns."""

@@ -100,7 +100,6 @@ class ReduceScatter(Comm):
 class Adapter:
     """Makes the custom collectives of a process group out of those of its backend."""
 
-    asynchronous: bool  # on an accelerator async_op=False blocks the stream, not the host
     memory: Allocate | None = None  # allocates the memory of messages
     all_gather: AllGather | None = None
     reduce_scatter: ReduceScatter | None = None
@@ -118,7 +117,6 @@ class CustomCollectives:
 
     def __init__(self, inner: Collectives, group: dist.ProcessGroup, given: Adapter) -> None:
         self._inner, self._group, self._gather, self._reduce = inner, group, given.all_gather, given.reduce_scatter
-        self._asynchronous = given.asynchronous
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         # No direct all-gathers: custom collectives work only on memory from their `allocate`.
@@ -138,7 +136,7 @@ class CustomCollectives:
                 chunk = out.view(self.ranks, -1)[self.rank]
                 if chunk.data_ptr() != shard.data_ptr():
                     chunk.copy_(shard)
-                works.append(call(out, chunk, self._group, async_op=self._asynchronous))
+                works.append(call(out, chunk, self._group, async_op=_blocks_host(out)))
             return StartedWork([work for work in works if work is not None])
 
         return gather
@@ -148,9 +146,14 @@ class CustomCollectives:
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._group, dist.ReduceOp.SUM
-        works = [self._reduce(out, full, group, add, async_op=self._asynchronous) for out, full in zip(outs, fulls)]
+        works = [self._reduce(out, full, group, add, async_op=_blocks_host(out)) for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)
+
+
+def _blocks_host(out: Tensor) -> bool:
+    """Return True if a synchronous collective blocks the host; on an accelerator it blocks the stream."""
+    return out.device.type == "cpu"
 
 
 # --- methods of sharded modules -------------------------------------------------------------------------------------------
@@ -168,8 +171,7 @@ def set_custom_all_gather(self: FSDPModule, comm: AllGather) -> None:
         StateError: inside a forward or backward.
     """
     _check_comm(comm, "set_custom_all_gather", "AllGather")
-    unit = require_unit(self)
-    unit.reconfigure(doing="set_custom_all_gather()", gather_adapter=Adapter(_is_cpu(unit), all_gather=comm))
+    require_unit(self).reconfigure(doing="set_custom_all_gather()", gather_adapter=Adapter(all_gather=comm))
 
 
 @sharded_method
@@ -184,8 +186,7 @@ def set_custom_reduce_scatter(self: FSDPModule, comm: ReduceScatter) -> None:
         StateError: inside a forward or backward.
     """
     _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
-    unit = require_unit(self)
-    unit.reconfigure(doing="set_custom_reduce_scatter()", reduce_adapter=Adapter(_is_cpu(unit), reduce_scatter=comm))
+    require_unit(self).reconfigure(doing="set_custom_reduce_scatter()", reduce_adapter=Adapter(reduce_scatter=comm))
 
 
 @sharded_method
@@ -229,12 +230,8 @@ def set_symm_mem_for_comm(self: FSDPModule, backend: str = "NCCL") -> None:
 
 
 def _set_memory(unit: Unit, memory: Allocate | None, *, doing: str) -> None:
-    adapter = None if memory is None else Adapter(_is_cpu(unit), memory)
+    adapter = None if memory is None else Adapter(memory)
     unit.reconfigure(doing=doing, gather_adapter=adapter, reduce_adapter=adapter)
-
-
-def _is_cpu(unit: Unit) -> bool:
-    return unit.axis.device.type == "cpu"
 
 
 def _check_comm(comm: Any, setter: str, kind: str) -> None:

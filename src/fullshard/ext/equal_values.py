@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -13,20 +13,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from fullshard.core import (
     ALLOCATION,
     UNIT_CREATED,
     Agreement,
     Originals,
-    ParamSharding,
     Residency,
     ShardAxis,
     ShardedParameter,
     Unit,
-    resolve_mesh,
     unit_of,
 )
 from fullshard.errors import StateError
@@ -40,15 +36,10 @@ _SHOWN = 256  # bytes of each rank's description in an error text
 
 @dataclass(frozen=True, slots=True)
 class _InitialValues:
-    """What this rank sharded as a parameter.
+    """What this rank sharded as a parameter."""
 
-    Attributes:
-        description: name, shape, dtype and options of the parameter.
-        digests: hashes of its values and of this rank's shard of them, (2,) int64 on its device; None on meta.
-    """
-
-    description: str
-    digests: Tensor | None
+    description: str  # name, shape, dtype and options of the parameter
+    digests: Tensor | None  # hashes of its values and of this rank's shard of them, (2,) int64 on its device; None on meta
 
 
 _INITIAL: weakref.WeakKeyDictionary[ShardedParameter, _InitialValues] = weakref.WeakKeyDictionary()
@@ -131,7 +122,7 @@ def _compare(unit: Unit, _: nn.Module) -> None:
         if claims:
             doing = f"comparison of {len(parameters)} parameters"
             subject = f"{doing} {len(claims)}"
-            _check(claims, Agreement(unit.runtime.communicator, axes.found, unit.unit_name, doing, subject))
+            _check(claims, Agreement(unit.runtime.communicator, axes.all, unit.unit_name, doing, subject))
     for one in units:
         one.first_use = [check for check in one.first_use if check != _compare]
         _ALLOCATED.discard(one)
@@ -154,38 +145,22 @@ def _broadcast_over_replicas(unit: Unit) -> None:
 
 
 class _Axes:
-    """The axes of the parameters of a model, and the process groups over which each parameter has equal values.
-
-    Attributes:
-        found: all axes.
-    """
+    """The axes of the parameters of a model, and the process groups over which each parameter has equal values."""
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
-        self._resolved: dict[tuple[DeviceMesh, int], ShardAxis] = {}
         data, parallel = dict[object, ShardAxis](), dict[object, ShardAxis]()
-        for parameter in parameters:
-            transport = parameter.sharding.axis.transport
-            data.setdefault(transport.key, transport)
-            for _, axis in self._parallel(parameter.sharding):
-                parallel.setdefault(axis.key, axis)
-        self._all_parallel = list(parallel.values())
+        for sharding in (parameter.sharding for parameter in parameters):
+            data.setdefault(sharding.axis.transport.key, sharding.axis.transport)
+            parallel.update((axis.key, axis) for _, axis in sharding.tensor_parallel_groups if axis.key not in parallel)
+        self._parallel = list(parallel.values())
         # Axes that shard first: a process group that replicates scalars as well is logged with them, as in other calls.
-        self.found = [*sorted(data.values(), key=lambda axis: axis.group is None), *self._all_parallel]
-
-    def _parallel(self, sharding: ParamSharding) -> Iterator[tuple[Placement, ShardAxis]]:
-        """Yield the tensor-parallel axes of a parameter that have several ranks, and its placement on each."""
-        mesh = sharding.mesh
-        for index in sharding.tensor_parallel_axes:
-            if mesh.size(index) > 1 and mesh.mesh_dim_names is not None:
-                if (mesh, index) not in self._resolved:
-                    self._resolved[mesh, index] = resolve_mesh(mesh[mesh.mesh_dim_names[index]])
-                yield sharding.placements[index], self._resolved[mesh, index]
+        self.all = [*sorted(data.values(), key=lambda axis: axis.group is None), *self._parallel]
 
     def with_equal_shards(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
         """Return the process groups whose ranks have equal shards of a parameter."""
-        replicas = parameter.sharding.axis.replicas
+        sharding, replicas = parameter.sharding, parameter.sharding.axis.replicas
         found = [] if replicas is None or replicas.ranks == 1 else [replicas.group]
-        copies = [axis.group for placement, axis in self._parallel(parameter.sharding) if placement.is_replicate()]
+        copies = [axis.group for index, axis in sharding.tensor_parallel_groups if sharding.placements[index].is_replicate()]
         return [*found, *(group for group in copies if group is not None)]
 
     def with_equal_values(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
@@ -203,26 +178,18 @@ class _Axes:
         if parameter.sharding.tensor_parallel is not None:
             return []
         inside = set(parameter.sharding.axis.members)
-        others = [axis for axis in self._all_parallel if len(inside.intersection(axis.members)) == 1]
-        return [axis.group for axis in others if axis.group is not None]
+        others = [axis.group for axis in self._parallel if len(inside.intersection(axis.members)) == 1]
+        return [group for group in others if group is not None]
 
 
 class _Claim(NamedTuple):
-    """Equality of a number on some ranks.
+    """Equality of a number on some ranks."""
 
-    Attributes:
-        parameter: the parameter that it is about.
-        over: the process groups that connect the ranks.
-        number: this rank's number, one int64; None if it has none.
-        error: the text after "differs between ranks"; "" if the number stands for the description of the parameter.
-        excused: one bool; True on any of the ranks allows all of them to differ. None for False.
-    """
-
-    parameter: ShardedParameter
-    over: list[dist.ProcessGroup]
-    number: Tensor | None
-    error: str
-    excused: Tensor | None = None
+    parameter: ShardedParameter  # that it is about
+    over: list[dist.ProcessGroup]  # which connect the ranks
+    number: Tensor | None  # this rank's number, one int64; None if it has none
+    error: str  # text after "differs between ranks"; "" if the number stands for the description of the parameter
+    excused: Tensor | None = None  # one bool: True on any of the ranks allows all of them to differ
 
 
 def _claims(parameters: Sequence[ShardedParameter], axes: _Axes) -> list[_Claim]:

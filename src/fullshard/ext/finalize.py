@@ -117,14 +117,10 @@ class GradientReductionHandle(_torch.GradientReductionHandle):  # type: ignore[m
 
 
 class _Pending(Listener):
-    """The reductions of one `finalize_backward` on one runtime, until `wait()`.
-
-    Attributes:
-        units: their units, none of which may run before `wait()`.
-    """
+    """The reductions of one `finalize_backward` on one runtime, until `wait()`."""
 
     def __init__(self, runtime: Runtime, units: Sequence[Unit], reductions: list[Reduction], sent: list[SentHeartbeat]) -> None:
-        self.units = list(units)
+        self.units = list(units)  # their units, none of which may run before `wait()`
         self._runtime, self._reductions, self._sent = runtime, reductions, sent
         self._lost = ""  # the reason why the reductions were dropped
         for unit in units:

@@ -95,7 +95,7 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
 
 
 def _order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
-    """Return the units that a forward of `unit` enters and leaves, in order.
+    """Return the numbers of the units that a forward of `unit` enters (True) and leaves (False), in order.
 
     The order is that of the last forward on this rank, or of module registration if there was none.
     """
@@ -154,15 +154,11 @@ def _begin_backward(runtime: Runtime, joined: _Joined, *_: object) -> None:
 
 
 class _JoinedCalls(Listener):
-    """Joined calls of one runtime with a pending backward. While there are any, it listens to the backwards of the runtime.
-
-    Attributes:
-        waiting: the calls, oldest first.
-        reached: starts of the outermost forwards that the running backward has reached.
-    """
+    """Joined calls of one runtime with a pending backward. While there are any, it listens to the backwards of the runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self.waiting, self.reached = runtime, list[_Joined](), set[int]()
+        # `reached`: starts of the outermost forwards that the running backward has reached
+        self._runtime, self.waiting, self.reached = runtime, list[_Joined](), set[int]()  # `waiting`: the calls, oldest first
 
     @classmethod
     def of(cls, runtime: Runtime) -> _JoinedCalls:

@@ -17,7 +17,6 @@ from fullshard.core import (
     Unit,
     children_first,
     replace_rows,
-    resolve_mesh,
     units_of,
 )
 from fullshard.errors import StateError, check_int
@@ -93,13 +92,9 @@ def _other_axes(units: Sequence[Unit]) -> list[ShardAxis]:
     """Return the axes of all units but the first, and the tensor-parallel axes of their parameters, each once."""
     found: dict[object, ShardAxis] = {}
     for unit in units:
-        found.setdefault(unit.axis.key, unit.axis)
-        for parameter in unit.parameters:
-            mesh = parameter.sharding.mesh
-            for index in parameter.sharding.tensor_parallel_axes:
-                if mesh.size(index) > 1 and mesh.mesh_dim_names is not None:
-                    axis = resolve_mesh(mesh[mesh.mesh_dim_names[index]])
-                    found.setdefault(axis.key, axis)
+        parallel = (axis for parameter in unit.parameters for _, axis in parameter.sharding.tensor_parallel_groups)
+        for axis in (unit.axis, *parallel):
+            found.setdefault(axis.key, axis)
     return [axis for key, axis in found.items() if key != units[0].axis.key]
 
 

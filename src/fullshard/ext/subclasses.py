@@ -72,10 +72,6 @@ class ExtensionBuffer:
 
     The outputs, and the inner tensors that the first `fsdp_post_all_gather` returns, have memory between `allocate` and `free`.
     A shard with fewer rows than others is padded before the hook is called, so that all ranks send the same sizes.
-
-    Attributes:
-        version: version of the shard that was all-gathered last; -1 before the first all-gather.
-        keep: whether the memory is kept when it is freed.
     """
 
     def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
@@ -83,8 +79,8 @@ class ExtensionBuffer:
         self._dtypes, self._dtype = dtypes, dtypes.compute
         # Whether to free the all-gather outputs after fsdp_post_all_gather, and not only when resharding.
         self._releases_outs = _releases_outputs(parameter)
-        self.version = -1
-        self.keep = False
+        self.version = -1  # of the shard that was all-gathered last; -1 before the first all-gather
+        self.keep = False  # whether the memory is kept when it is freed
         # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
         self._unsharded: Tensor | None = None
         # Inputs of the all-gather in flight, until fsdp_post_all_gather gets their metadata.

@@ -44,17 +44,13 @@ class _Named(NamedTuple):
 
 
 class UnwrittenTensors:
-    """Tensors without values: sharded parameters, buffers, and parameters that are not sharded.
-
-    Attributes:
-        cause: what allocated the memory, for error texts, as in "to_empty() allocated".
-    """
+    """Tensors without values: sharded parameters, buffers, and parameters that are not sharded."""
 
     def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
         self._parameters, self._buffers = parameters, buffers
         # Version counters after the marks were written, by key.
         self._versions: dict[tuple[int, str], int] = {}
-        self.cause = ""
+        self.cause = ""  # what allocated the memory, for error texts, as in "to_empty() allocated"
 
     def without(self, written: Container[int]) -> UnwrittenTensors:
         """Return a copy without the tensors in `written`: ids of ShardedParameters, and of buffers and plain parameters."""

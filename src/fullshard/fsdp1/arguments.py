@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -38,131 +38,79 @@ HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
 Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate over)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FSDP1Arguments:
-    """The checked arguments of the constructor, which a wrapper passes on to the wrappers that it creates inside."""
+    """The arguments of the constructor, checked before anything has changed. The fields after `device_mesh` follow from them.
 
-    process_group: Groups
-    device_mesh: DeviceMesh | None
-    strategy: ShardingStrategy
-    offload: bool  # shards, gradients and optimizer states in host memory
-    prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    mixed_precision: MixedPrecision | None
-    init: Callable[[nn.Module], None] | None  # param_init_fn
-    device_id: torch.device | None
-    sync: bool  # sync_module_states
-    ignored: tuple[nn.Parameter, ...]  # including the parameters of ignored modules
-    ignored_modules: tuple[nn.Module, ...]  # including their submodules
+    Raises ValueError for values of the wrong type and for combinations that fullshard does not support.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        process_group: Groups = None,
-        device_mesh: DeviceMesh | None = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | str | torch.device | None = None,
-        sync_module_states: bool = False,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        ignored_states: Iterable[Any] | None = None,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-        use_orig_params: bool = True,
-    ) -> FSDP1Arguments:
-        """Check the arguments of the constructor, before anything has changed.
+    module: nn.Module
+    process_group: Groups = None
+    sharding_strategy: ShardingStrategy | None = None
+    cpu_offload: CPUOffload | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | str | torch.device | None = None
+    sync_module_states: bool = False
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    use_orig_params: bool = True
+    ignored_states: Iterable[Any] | None = None
+    device_mesh: DeviceMesh | None = None
+    strategy: ShardingStrategy = field(init=False)
+    device: torch.device | None = field(init=False)  # to move to
+    ignored: tuple[nn.Parameter, ...] = field(init=False)  # including the parameters of ignored modules
+    left_out: tuple[nn.Module, ...] = field(init=False)  # ignored modules with their submodules
 
-        Raises ValueError for values of the wrong type and for combinations that fullshard does not support.
-        """
-        _check_types(
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            process_group=process_group,
-            device_mesh=device_mesh,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-        )
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        _check_combinations(module, mixed_precision, process_group, device_mesh, strategy)
-        ignored, skipped = _ignored(ignored_modules, ignored_states)
-        device = _device(device_id, device_mesh)
-        return cls(
-            process_group,
-            device_mesh,
-            strategy,
-            cpu_offload is not None and cpu_offload.offload_params,
-            backward_prefetch,
-            forward_prefetch,
-            mixed_precision,
-            param_init_fn,
-            device,
-            sync_module_states,
-            ignored,
-            skipped,
-        )
+    def __post_init__(self) -> None:
+        _check_types(self)
+        strategy, mesh = self.sharding_strategy or ShardingStrategy.FULL_SHARD, self.device_mesh
+        _check_combinations(self.module, self.mixed_precision, self.process_group, mesh, strategy)
+        ignored, left_out = _ignored(self.ignored_modules, self.ignored_states)
+        found = {"strategy": strategy, "device": _device(self.device_id, mesh), "ignored": ignored, "left_out": left_out}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def offload(self) -> bool:
+        """True if shards, gradients and optimizer states are in host memory."""
+        return self.cpu_offload is not None and self.cpu_offload.offload_params
 
     def overridden(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments for a wrapper inside this one, overridden by the options that a policy returned for it."""
-        return {
-            "process_group": self.process_group,
-            "device_mesh": self.device_mesh,
-            "sharding_strategy": self.strategy,
-            "cpu_offload": CPUOffload(self.offload),
-            "backward_prefetch": self.prefetch,
-            "forward_prefetch": self.forward_prefetch,
-            "mixed_precision": self.mixed_precision,
-            "param_init_fn": self.init,
-            "device_id": self.device_id,
-            "sync_module_states": self.sync,
-            "ignored_states": (*self.ignored, *self.ignored_modules),
-            "use_orig_params": True,
-            **options,
-        }
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name != "module"}
+        ignored = {"ignored_modules": None, "ignored_states": (*self.ignored, *self.left_out)}
+        return {**own, **ignored, "limit_all_gathers": True, "use_orig_params": True, **options}
 
 
-_EXPECTED: dict[str, tuple[type, str]] = {  # argument -> (its type, description for the error text)
+_EXPECTED: dict[str, tuple[Any, str]] = {  # argument -> (its type, description for the error text)
+    "process_group": ((dist.ProcessGroup, tuple), "a ProcessGroup, a tuple of two, or None"),
     "sharding_strategy": (ShardingStrategy, "a ShardingStrategy such as ShardingStrategy.FULL_SHARD, or None"),
     "cpu_offload": (CPUOffload, "a CPUOffload such as CPUOffload(offload_params=True), or None"),
     "backward_prefetch": (BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE, BACKWARD_POST, or None"),
     "mixed_precision": (MixedPrecision, "a MixedPrecision such as MixedPrecision(param_dtype=torch.bfloat16), or None"),
+    "param_init_fn": (Callable, "a function of one module, or None"),
     "device_mesh": (DeviceMesh, "a DeviceMesh, or None"),
 }
 
 
-_FLAGS = ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params")
-
-
-def _check_types(**given: Any) -> None:
+def _check_types(given: FSDP1Arguments) -> None:
     """Raise ValueError if an argument of the constructor has the wrong type."""
-    for name, value in given.items():
-        if name in _FLAGS:
-            if not isinstance(value, bool):
-                raise ValueError(f"Expected {name} to be True or False, got {value!r}.")
-        elif value is None:
-            continue
-        elif name == "process_group":
-            if not isinstance(value, (dist.ProcessGroup, tuple)):
-                kind = type(value).__name__
-                raise ValueError(f"Expected process_group to be a ProcessGroup, a tuple of two, or None, got a {kind}.")
-        elif name == "param_init_fn":
-            if not callable(value):
-                raise ValueError(f"Expected param_init_fn to be a function of one module, or None, got {value!r}.")
-        elif not isinstance(value, _EXPECTED[name][0]):
-            raise ValueError(f"Expected {name} to be {_EXPECTED[name][1]}, got {value!r}.")
-        elif name == "mixed_precision":
-            for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-                dtype = getattr(value, field)
-                if dtype is not None and not isinstance(dtype, torch.dtype):
-                    raise ValueError(f"Expected mixed_precision.{field} to be a torch.dtype, or None, got {dtype!r}.")
+    for name, (kind, description) in _EXPECTED.items():
+        value = getattr(given, name)
+        if value is not None and not isinstance(value, kind):
+            got = f"a {type(value).__name__}" if name == "process_group" else repr(value)
+            raise ValueError(f"Expected {name} to be {description}, got {got}.")
+    for name in ("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+        if not isinstance(getattr(given, name), bool):
+            raise ValueError(f"Expected {name} to be True or False, got {getattr(given, name)!r}.")
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(given.mixed_precision, name, None)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"Expected mixed_precision.{name} to be a torch.dtype, or None, got {dtype!r}.")
 
 
 def _check_combinations(
@@ -231,8 +179,8 @@ def device_type_of(module: nn.Module, given: FSDP1Arguments) -> str:
     """Return the device type to compute on: of the mesh, `device_id`, the parameters or the accelerator, in this order."""
     if given.device_mesh is not None:
         return given.device_mesh.device_type
-    if given.device_id is not None:
-        return given.device_id.type
+    if given.device is not None:
+        return given.device.type
     first = next((p.device.type for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
     if first is not None:
         return first
@@ -355,33 +303,33 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh
     if any(parameter is not None for parameter in known):
         _collect_again(managed, given)
     shared = _shared_buffers(managed)
-    skipped = set(map(id, given.ignored_modules))
+    skipped = set(map(id, given.left_out))
     waiting = [module for module in managed.modules if id(module) not in skipped and _on_meta(module, given)]
     device = _torch.device_of(mesh.device_type)
     ranks = _agreement(managed, mesh, device)
     on_meta = torch.tensor([[bool(waiting)]], dtype=torch.uint8, device="cpu")
-    if not given.sync and ranks.first_unequal(on_meta) is not None:
+    if not given.sync_module_states and ranks.first_unequal(on_meta) is not None:
         raise ValueError(
             "Some ranks have this module on the meta device and others have values for it. Pass sync_module_states=True to "
             "broadcast the values of the first rank."
         )
     # Without a broadcast, all ranks must draw equal random numbers: seed them with a common seed.
-    drawing: Any = seeded(device, common_seed(ranks)) if waiting and not given.sync else nullcontext()
+    drawing: Any = seeded(device, common_seed(ranks)) if waiting and not given.sync_module_states else nullcontext()
 
     def give_values() -> ManagedTensors:
         with torch.no_grad(), drawing:
             _initialize(waiting, given, managed, shared, device)
         return managed
 
-    if waiting or given.sync:
+    if waiting or given.sync_module_states:
         agree(
             ranks,
             give_values,
-            _layout if given.sync else None,
+            _layout if given.sync_module_states else None,
             subject="sync_module_states: the modules",
             advice="Build the same module on all ranks.",
         )
-    if given.sync:
+    if given.sync_module_states:
         tensors = [ref.parameter for ref in _own_refs(managed)] + [buffer for _, _, buffer in managed.buffers]
         ranks.broadcast(tensor.detach() for tensor in tensors)
 
@@ -408,7 +356,7 @@ def _initialize(
     if not waiting:
         return
     _warn_of_partly_meta(waiting, given)
-    init = given.init or (lambda module: _reset(module, device))
+    init = given.param_init_fn or (lambda module: _reset(module, device))
     for module in waiting:
         init(module)
     left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
@@ -463,7 +411,7 @@ def _warn_of_partly_meta(waiting: Iterable[nn.Module], given: FSDP1Arguments) ->
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.device.type != "meta" and id(parameter) not in ignored_ids
         ]
-        if loaded and not given.sync:
+        if loaded and not given.sync_module_states:
             warnings.warn(
                 f"{type(module).__name__} has values for {loaded}, but its other tensors are on the meta device. The whole "
                 "module is initialised, so these values are likely to be lost.",
@@ -502,7 +450,7 @@ def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Argumen
     dtype = given.mixed_precision.buffer_dtype if given.mixed_precision is not None else None
     if dtype is None:
         return {}
-    ignored_ids = set(map(id, given.ignored_modules))
+    ignored_ids = set(map(id, given.left_out))
     before: dict[int, torch.dtype] = {}
     for _, slot, buffer in managed.buffers:
         if buffer.is_floating_point() and id(slot.module) not in ignored_ids:

@@ -191,22 +191,22 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        given = FSDP1Arguments.of(
+        given = FSDP1Arguments(
             module,
             process_group,
-            device_mesh,
             sharding_strategy,
             cpu_offload,
             backward_prefetch,
             mixed_precision,
+            ignored_modules,
             param_init_fn,
             device_id,
             sync_module_states,
-            ignored_modules,
-            ignored_states,
             forward_prefetch,
             limit_all_gathers,
             use_orig_params,
+            ignored_states,
+            device_mesh,
         )
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy, "auto_wrap_policy")
@@ -235,7 +235,7 @@ class FullyShardedDataParallel(nn.Module):
         mixed = given.mixed_precision
         self._is_root: bool | None = None  # unknown until the first forward: another wrapper may still be put around this one
         self._strategy, self._offload = given.strategy, given.offload
-        self._prefetch, self._forward_prefetch = given.prefetch, given.forward_prefetch
+        self._prefetch, self._forward_prefetch = given.backward_prefetch, given.forward_prefetch
         self._mixed_precision = mixed or MixedPrecision()
         self._full_precision_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._in_full_precision = False
@@ -266,7 +266,7 @@ class FullyShardedDataParallel(nn.Module):
         plan = plan_model(
             _Items(module) if _has_no_forward(module) else module,
             policy,
-            ignored_modules=given.ignored_modules,
+            ignored_modules=given.left_out,
             ignored_params=given.ignored,
         )
         kept = _add_full_precision_units(plan, module, given)
@@ -288,7 +288,7 @@ class FullyShardedDataParallel(nn.Module):
         # Check the arguments of all wrappers before the first module changes: an error must leave the model as it was.
         for name, arguments in arguments_of.items():
             inner = module.get_submodule(name)
-            inner_arguments = FSDP1Arguments.of(inner, **arguments)
+            inner_arguments = FSDP1Arguments(inner, **arguments)
             inner_mesh = mesh_of(inner_arguments, device_type_of(inner, inner_arguments))
             PreparedShard(inner, mesh=inner_mesh, ignored_params=inner_arguments.ignored, **_options(inner_arguments))
         for name, arguments in arguments_of.items():
@@ -660,7 +660,7 @@ class FullyShardedDataParallel(nn.Module):
             # reduce-scatter, in which scalars have no part; under NO_SHARD it replaces the all-reduce, which they have.
             replicates = wrapper._strategy is ShardingStrategy.NO_SHARD
             unit.configure(reduce=replace(unit.options.reduce, divide=1.0, custom_averages=not replicates))
-            adapter = Adapter(unit.axis.device.type == "cpu", reduce_scatter=_HookReduceScatter(state, hook))
+            adapter = Adapter(reduce_scatter=_HookReduceScatter(state, hook))
             changes: dict[str, Any] = {"reduce_adapter": adapter}
             if replicates:
                 factory = _HookedCollectivesFactory(unit.axis.device.type, partial(hook, state))
@@ -1024,7 +1024,7 @@ def _add_full_precision_units(plan: Plan, module: nn.Module, given: FSDP1Argumen
     kept: list[str] = []
     if mixed is not None:
         classes = _torch.left_out_of(mixed)
-        left_out = {id(inner) for inner in given.ignored_modules}
+        left_out = {id(inner) for inner in given.left_out}
         planned = {name for unit in plan.units for name in unit.modules}
         for name in plan.outline.kinds:
             inner = module.get_submodule(name)

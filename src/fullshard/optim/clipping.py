@@ -80,18 +80,14 @@ def _common_norm_groups(group: ParamGroup) -> NormGroups | None:
 
 
 class _Gradients:
-    """Gradients to clip: one flat tensor per parameter group where the gradients are views of it, else each gradient.
-
-    Attributes:
-        parts: local gradient tensors, each with its norm groups.
-        units: a unit for each tuple of process groups that units are sharded over. Its communicator runs the all-reduce.
-        counts: number of given parameters of units that are sharded over these process groups.
-    """
+    """Gradients to clip: one flat tensor per parameter group where the gradients are views of it, else each gradient."""
 
     def __init__(self, parameters: Sequence[Tensor], logical: Sequence[ShardedParameter]) -> None:
+        # a unit for each tuple of process groups that units are sharded over. Its communicator runs the all-reduce.
         self.units: dict[tuple[dist.ProcessGroup | None, ...], Unit] = {}
+        # number of given parameters of units that are sharded over these process groups
         self.counts: Counter[tuple[dist.ProcessGroup | None, ...]] = Counter()
-        self.parts: list[tuple[NormGroups, Tensor]] = []
+        self.parts: list[tuple[NormGroups, Tensor]] = []  # local gradient tensors, each with its norm groups
         by_group: dict[int, list[ShardedParameter]] = {}
         for parameter in logical:
             by_group.setdefault(id(parameter.group), []).append(parameter)

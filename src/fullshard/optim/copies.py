@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fullshard.core import Agreement, ShardedParameter, plain_parts, resolve_mesh
+from fullshard.core import Agreement, ShardedParameter, plain_parts
 
 _END_WORDS = 4096  # number of 8-byte words at each end of a tensor whose positions count
 _FACTOR = -7046029254386353131  # odd, so that multiplication modulo 2**64 loses nothing
@@ -42,8 +42,7 @@ def agreement_of_all(parameters: Iterable[ShardedParameter], doing: str) -> Agre
     largest = max(parameters, key=lambda one: one.sharding.mesh.size())
     unit, sharding = largest.unit(), largest.sharding
     assert unit is not None
-    names = sharding.mesh.mesh_dim_names or ()
-    axes = [sharding.axis, *(resolve_mesh(sharding.mesh[names[axis]]) for axis in sharding.tensor_parallel_axes)]
+    axes = [sharding.axis, *(axis for _, axis in sharding.tensor_parallel_groups)]
     ranks = sharding.mesh.mesh.flatten().tolist()
     return Agreement(unit.runtime.communicator, axes, unit.unit_name, doing, f"{unit.global_id} {doing}", ranks=ranks)
 

@@ -103,12 +103,7 @@ class LocalStep:
 
 
 class _CachedLists:
-    """Cached tensor lists of a group, valid while only the gradients change.
-
-    Attributes:
-        parameters: the parameters with gradients.
-        result: the result of `_init_group`.
-    """
+    """Cached tensor lists of a group, valid while only the gradients change."""
 
     __slots__ = ("_bool_options", "_keys", "_members", "_specs", "_without_gradient", "parameters", "result")
 
@@ -116,7 +111,8 @@ class _CachedLists:
         self, group: dict[str, Any], state: dict[Any, Any], lists: Sequence[list[Any]], specs: list[list[Any]], result: Any
     ) -> None:
         """Cache `lists`, as filled by the optimizer, and the DTensor `specs` of their tensors."""
-        self.parameters, self.result = list(lists[0]), result
+        # `parameters`: the parameters with gradients
+        self.parameters, self.result = list(lists[0]), result  # `result`: the result of `_init_group`
         self._bool_options, self._specs = _bool_options(group), specs
         listed = set(map(id, self.parameters))
         self._members = list(group["params"])

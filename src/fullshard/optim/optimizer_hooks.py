@@ -156,15 +156,7 @@ def _warn_of_plain_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _OptimizerCache:
-    """Cache of one optimizer, rebuilt when its parameters change.
-
-    Attributes:
-        listeners: told of its steps (`register_step_listener`).
-        states: `optimizer.state`, which `load_state_dict()` replaces.
-        lister: lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers.
-        order: order of the parameters in steps of optimizers of other libraries; None for optimizers of torch.
-        had_grad: ids of those of `sharded` that had a gradient when the running step began.
-    """
+    """Cache of one optimizer, rebuilt when its parameters change."""
 
     __slots__ = (
         *("_back_references", "_parameters", "_generation", "_sharded"),
@@ -178,8 +170,9 @@ class _OptimizerCache:
         self._back_references = [back_references(members) for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
-        self.listeners = [make(optimizer, sharded) for make in _LISTENERS]
-        self.states: Any = None
+        self.listeners = [make(optimizer, sharded) for make in _LISTENERS]  # told of its steps (`register_step_listener`)
+        self.states: Any = None  # `optimizer.state`, which `load_state_dict()` replaces
+        # lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers
         self.lister: LocalStep | MuonStep | None = None
         if self._sharded and is_element_wise(optimizer):
             self.lister = LocalStep(optimizer)
@@ -189,8 +182,9 @@ class _OptimizerCache:
             kept = None if before is None else before.lister
             self.lister = kept if isinstance(kept, MuonStep) else MuonStep(optimizer)
             self.lister.keep_only(parameter for members in sharded for parameter in members)
-        self.had_grad: set[int] = set()
+        self.had_grad: set[int] = set()  # ids of those of `sharded` that had a gradient when the running step began
         foreign = self.lister is None and is_foreign(optimizer)
+        # order of the parameters in steps of optimizers of other libraries; None for optimizers of torch
         self.order: StepOrder | None = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
         if before is not None and before.order is not None:
             before.order.remove_hooks()

@@ -21,25 +21,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Both messages of one bucket: shards to the owners, and parts of the results back, in the same order and sizes.
+    """Both messages of one bucket: shards to the owners, and parts of the results back, in the same order and sizes."""
 
-    Attributes:
-        order: this replica's matrices, by owner.
-        shapes: shapes of this rank's shards, in this order.
-        sizes: elements of this rank's shards, by owner.
-        start: position of this rank's shards in the memory of all results, elements.
-        owned: the matrices that this rank owns.
-        part_shapes: shapes of their shards, by rank and then by matrix.
-        part_sizes: elements of their shards, by rank.
-    """
-
-    order: list[int]
-    shapes: list[Shape]
-    sizes: list[int]
-    start: int
-    owned: list[int]
-    part_shapes: list[Shape]
-    part_sizes: list[int]
+    order: list[int]  # this replica's matrices, by owner
+    shapes: list[Shape]  # shapes of this rank's shards, in this order
+    sizes: list[int]  # elements of this rank's shards, by owner
+    start: int  # position of this rank's shards in the memory of all results, elements
+    owned: list[int]  # the matrices that this rank owns
+    part_shapes: list[Shape]  # shapes of their shards, by rank and then by matrix
+    part_sizes: list[int]  # elements of their shards, by rank
 
     @property
     def numel(self) -> int:
@@ -53,24 +43,20 @@ class Route:
 
 
 class Routes:
-    """The routes of all buckets of a plan for one rank, and the memory of the results.
-
-    Attributes:
-        buckets: the routes, by bucket.
-        orders: for each replica, its matrices by bucket and owner: the order of this rank's parts of the results.
-        shapes: for each replica, the shapes of this rank's shards in this order.
-        results_numel: elements of this rank's parts of one replica's results, padded to those of the largest replica, since the
-            all-gather over replicas needs equal sizes.
-    """
+    """The routes of all buckets of a plan for one rank, and the memory of the results."""
 
     __slots__ = ("buckets", "orders", "results_numel", "shapes")
 
     def __init__(self, plan: OwnerPlan, rank: int, replica: int) -> None:
         """`rank`: index among the shards. `replica`: that of this rank."""
+        # for each replica, its matrices by bucket and owner: the order of this rank's parts of the results
         self.orders = [_order(plan, number, plan.buckets) for number in range(plan.replicas)]
+        # for each replica, the shapes of this rank's shards in this order
         self.shapes = [_shapes(plan, indices, rank) for indices in self.orders]
+        # elements of this rank's parts of one replica's results, padded to those of the largest replica, since the all-gather
+        # over replicas needs equal sizes
         self.results_numel = max(map(numel_of, self.shapes))
-        self.buckets: list[Route] = []
+        self.buckets: list[Route] = []  # the routes, by bucket
         start = 0
         for bucket in plan.buckets:
             self.buckets.append(_route(plan, rank, replica, bucket, start))
@@ -125,14 +111,10 @@ OnOwner = Callable[[Sequence[int], list[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelBlocks:
-    """Tensor parallelism: owners have blocks of matrices, and exchange them over the tensor-parallel axis.
-
-    Attributes:
-        axis: the tensor-parallel axis.
-        matrices: for each block the matrix that the blocks of all tensor-parallel ranks form, sharded over `axis`.
-    """
+    """Tensor parallelism: owners have blocks of matrices, and exchange them over the tensor-parallel axis."""
 
     axis: ShardAxis
+    # for each block the matrix that the blocks of all tensor-parallel ranks form, sharded over `axis`
     matrices: Sequence[Matrix]
 
 

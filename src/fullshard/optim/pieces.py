@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import ShardAxis, ShardedParameter, Unit, current_parameter, logical_parameters, resolve_mesh
+from fullshard.core import ShardAxis, ShardedParameter, Unit, current_parameter, logical_parameters
 from fullshard.errors import StateError
 from fullshard.optim.owners import Matrix
 
@@ -81,30 +81,20 @@ MeshKey = tuple[Any, ...]
 class Piece:
     """One matrix of a sharded parameter, as this rank has it.
 
-        parameter  --tensor parallelism-->  block of this rank  --shard axis-->  shard
-        whole                               matrix                               cut        of the piece in each of these
-
-    Attributes:
-        parameter: the parameter.
-        unit: its unit.
-        matrix: the piece in this rank's block, sharded over the shard axis.
-        tensor_parallel: the tensor-parallel axis over which the piece is distributed; None if this rank's block has all of it.
-        whole: the matrix before tensor parallelism, sharded over the tensor-parallel axis; without such an axis, `matrix`.
-        cut: (dim, start, length) of the piece in this rank's shard; None for all of the shard.
-        number: its number among the pieces of the parameter; None if the parameter is one matrix.
-        count: number of pieces of the parameter, in all blocks.
-        place: its rows in the parameter, as "[0:4]"; empty for all of them.
+    parameter  --tensor parallelism-->  block of this rank  --shard axis-->  shard
+    whole                               matrix                               cut        of the piece in each of these
     """
 
     parameter: ShardedParameter
     unit: Unit
-    matrix: Matrix
+    matrix: Matrix  # the piece in this rank's block, sharded over the shard axis
+    # the tensor-parallel axis over which the piece is distributed; None if this rank's block has all of it
     tensor_parallel: ShardAxis | None
-    whole: Matrix
-    cut: tuple[int, int, int] | None
-    number: int | None
-    count: int
-    place: str
+    whole: Matrix  # the matrix before tensor parallelism, sharded over the tensor-parallel axis; without such an axis, `matrix`
+    cut: tuple[int, int, int] | None  # (dim, start, length) of the piece in this rank's shard; None for all of the shard
+    number: int | None  # its number among the pieces of the parameter; None if the parameter is one matrix
+    count: int  # number of pieces of the parameter, in all blocks
+    place: str  # its rows in the parameter, as "[0:4]"; empty for all of them
 
     @property
     def name(self) -> str:
@@ -123,7 +113,7 @@ class Piece:
 
 
 def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Piece]:
-    """Return the matrices of a parameter, as this rank has them."""
+    """Return the matrices of a parameter in order, without those in blocks of other ranks under tensor parallelism."""
     unit = parameter.unit()
     assert unit is not None
     name, shape = _name_of(parameter, unit), tuple(parameter.sharding.shape)
@@ -198,17 +188,11 @@ def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Blocks of a parameter under tensor parallelism.
+    """Blocks of a parameter under tensor parallelism."""
 
-    Attributes:
-        dim: the dim that is sharded.
-        axis: the tensor-parallel axis.
-        own: the rows of this rank's block along `dim`.
-    """
-
-    dim: int
-    axis: ShardAxis
-    own: range
+    dim: int  # the dim that is sharded
+    axis: ShardAxis  # the tensor-parallel axis
+    own: range  # the rows of this rank's block along `dim`
 
     def contains(self, rows: range, *, name: str) -> bool:
         """Return True if this rank's block has all rows, False if it has none."""
@@ -225,20 +209,18 @@ def _blocks_of(parameter: ShardedParameter, name: str) -> _Blocks | None:
     """Return the blocks of a parameter; None if tensor parallelism does not shard it."""
     sharding = parameter.sharding
     found = [
-        (index, sharding.placements[index].dim)  # type: ignore[attr-defined]
-        for index in sharding.tensor_parallel_axes
-        if _torch.is_shard(sharding.placements[index]) and sharding.mesh.size(index) > 1
+        (axis, sharding.placements[index].dim)  # type: ignore[attr-defined]
+        for index, axis in sharding.tensor_parallel_groups
+        if _torch.is_shard(sharding.placements[index])
     ]
     if not found:
         return None
-    (index, dim), *others = found
-    size, length = sharding.mesh.size(index), sharding.shape[dim]
-    if others or length % size:
-        why = f"over {len(found)} tensor-parallel axes" if others else f"unevenly: {length} rows over {size} ranks"
+    (axis, dim), *others = found
+    length = sharding.shape[dim]
+    if others or length % axis.ranks:
+        why = f"over {len(found)} tensor-parallel axes" if others else f"unevenly: {length} rows over {axis.ranks} ranks"
         raise ValueError(f"Whole matrices of parameter '{name}' are not supported: tensor parallelism shards it {why}.")
-    names, rows = sharding.mesh.mesh_dim_names, length // size
-    assert names is not None
-    axis = resolve_mesh(sharding.mesh[names[index]])
+    rows = length // axis.ranks
     return _Blocks(dim, axis, range(axis.rank * rows, (axis.rank + 1) * rows))
 
 

@@ -7,16 +7,14 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import io
 import re
 import sys
 import traceback
 from collections.abc import Mapping
-from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -74,17 +72,12 @@ def load(name: str) -> Any:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise ValueError(f"Expected module:name or file.py:name, got {name!r}.")
-    # Buffer stderr: if a script calls sys.exit() while it is imported, the last line that the script wrote to stderr has the
-    # reason (argparse's error, for example). The error below quotes this line.
-    stderr = _BufferedStream(sys.stderr)
     try:
-        with redirect_stderr(stderr):
-            found = vars(_import_target(where, name))
+        found = vars(_import_target(where, name))
     except SystemExit as exited:
-        last_line = one_line(stderr.getvalue().strip().rpartition("\n")[2])
         raise ValueError(
-            f"{where} ends the program when it is imported (sys.exit({exited.code!r}){f', {last_line}' if last_line else ''}). "
-            "Call sys.exit() only under if __name__ == '__main__'."
+            f"{where} ends the program when it is imported (sys.exit({exited.code!r})). Call sys.exit() only under "
+            "if __name__ == '__main__'."
         ) from exited
     except ImportError as wrong:
         if "relative import" not in str(wrong):
@@ -93,32 +86,11 @@ def load(name: str) -> Any:
                          "directory above the package.") from wrong  # fmt: skip
     except Exception as failure:
         raise ValueError(failure_line(failure, where)) from failure
-    stderr.release()
     if attribute not in found:
         own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == found["__name__"]}
         names = [known for known, value in own.items() if callable(value) and not known.startswith("_")]
         raise ValueError(f"{where!r} has no {attribute!r}. It has {', '.join(names[:8]) or 'nothing callable'}.")
     return found[attribute]
-
-
-class _BufferedStream(io.StringIO):
-    """Stream that buffers text until `release`, and then writes to another stream.
-
-    An imported script may give it to a `logging` handler, which writes to it after `release` as well.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream, self._buffering = stream, True
-
-    def write(self, text: str) -> int:
-        """Write to the buffer; after `release`, to the other stream."""
-        return super().write(text) if self._buffering else self._stream.write(text)
-
-    def release(self) -> None:
-        """Write the buffered text to the other stream, and stop buffering."""
-        self._buffering = False
-        self._stream.write(self.getvalue())
 
 
 def _import_target(where: str, name: str) -> ModuleType:
@@ -157,14 +129,9 @@ def _import_target(where: str, name: str) -> ModuleType:
 def load_factory(name: str, arguments: Mapping[str, Any]) -> Any:
     """Load the function that a command line names, and bind arguments to it."""
     factory = load(name)
-    if inspect.iscoroutinefunction(factory):
-        raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a coroutine.")
-    if isinstance(factory, nn.Module):
-        raise ValueError(
-            f"Expected {name!r} to be a function that returns (build, batch), got a module ({type(factory).__name__})."
-        )
-    if not callable(factory):
-        raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a {type(factory).__name__}.")
+    if not callable(factory) or isinstance(factory, nn.Module) or inspect.iscoroutinefunction(factory):
+        got = "coroutine" if inspect.iscoroutinefunction(factory) else type(factory).__name__
+        raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a {got}.")
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as wrong:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import ext
+from fullshard import _torch, ext
 from fullshard.core import full_tensor
 from fullshard.errors import check_int
 from fullshard.wrap.whole_model import shard_model
@@ -80,21 +80,8 @@ def mean_of_output(output: Any) -> Tensor:
     """Return a loss for any model: `.loss` of its output, or the mean square of the first floating-point tensor in it."""
     if isinstance(getattr(output, "loss", None), Tensor):
         return output.loss
-    tensors: list[Tensor] = []
-
-    def find(value: Any) -> None:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                find(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                find(item)
-
-    find(output)
-    for tensor in tensors:
-        if tensor.is_floating_point():
+    for tensor in _torch.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
             return tensor.square().mean()
     raise ValueError(
         f"verify() found no loss in a {type(output).__name__}. Pass loss=, a function from the output to a 0-dim tensor."
@@ -199,7 +186,11 @@ class _Program:
 
     def _batch(self, step: int, device: torch.device) -> Any:
         given = self.batch(step) if callable(self.batch) and not isinstance(self.batch, Tensor) else self.batch
-        return _to_device(copy.copy(given), device)
+
+        def copied(tensor: Tensor) -> Tensor:  # since a model may write to its inputs
+            return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+        return _torch.tree_map_only(Tensor, copied, copy.copy(given))
 
     def _compare(self, step: int, what: str, name: str, ours: Tensor | None, theirs: Tensor | None) -> Difference | None:
         if ours is None or theirs is None:
@@ -222,17 +213,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):  # a copy: a model may write to its inputs
-        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {key: _to_device(item, device) for key, item in value.items()}
-    if not isinstance(value, (tuple, list)):
-        return value
-    items = [_to_device(item, device) for item in value]
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[call-arg]
 
 
 def _first_difference(mine: Difference | None) -> Difference | None:
@@ -269,9 +249,7 @@ def _run_on_processes(program: _Program, ranks: int) -> Verdict:
         results_of_ranks = _results_of(processes, readers)
         for process in processes:
             process.join()
-    failed = [
-        f"--- rank {rank} ---\n{text}" for rank, _, text in sorted(results_of_ranks, key=lambda r: r[0]) if text is not None
-    ]
+    failed = [f"--- rank {rank} ---\n{text}" for rank, _, text in results_of_ranks if text is not None]
     if failed:
         raise RuntimeError("verify() raised on some ranks:\n" + "\n".join(failed))
     return next(verdict for _, verdict, _ in results_of_ranks)

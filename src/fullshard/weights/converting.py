@@ -23,16 +23,12 @@ from fullshard.weights.transfer import Read, Reader, Write, Writer
 
 
 class Calculator:
-    """Runs the functions of `Convert` rules on one rank.
-
-    Attributes:
-        bytes_used: bytes of file data that the functions have used so far.
-    """
+    """Runs the functions of `Convert` rules on one rank."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._last: tuple[ComputedTensor, Tensor] | None = None
-        self.bytes_used = 0
+        self.bytes_used = 0  # bytes of file data that the functions have used so far
 
     def value(self, source: ComputedTensor) -> Tensor:
         """Return the result of a function. It is cached until another tensor is computed."""

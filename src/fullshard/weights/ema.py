@@ -18,16 +18,11 @@ from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
 
 
 class _FlatAverages:
-    """Averages of one parameter group: a buffer with the layout of the group's flat shard.
-
-    Attributes:
-        group: the parameter group.
-        buffer: the averages, (shard_numel,).
-    """
+    """Averages of one parameter group: a buffer with the layout of the group's flat shard."""
 
     def __init__(self, group: ParamGroup, dtype: torch.dtype, device: torch.device | None) -> None:
         self.group = group
-        self.buffer = self.weights.detach().to(dtype=dtype, device=device, copy=True)
+        self.buffer = self.weights.detach().to(dtype=dtype, device=device, copy=True)  # the averages, (shard_numel,)
 
     @property
     def weights(self) -> Tensor:

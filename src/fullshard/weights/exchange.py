@@ -77,15 +77,12 @@ class Exchange:
     """Exchanges within one group of ranks.
 
     For each pair of ranks, the sender lists its `Send`s in the order in which the receiver lists its `Receive`s.
-
-    Attributes:
-        sent: bytes of values sent so far.
     """
 
     def __init__(self, group: Agreement) -> None:
         self._group = group
         self._buffers: dict[tuple[str, torch.device], StagingBuffer] = {}
-        self.sent = 0
+        self.sent = 0  # bytes of values sent so far
 
     def run(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """Send and receive values. Collective."""

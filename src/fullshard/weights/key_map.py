@@ -64,19 +64,13 @@ Source = FileTensor | ComputedTensor | ModelTensor
 
 @dataclass(frozen=True, slots=True)
 class SourcePiece:
-    """A box of a mapped tensor that is filled from a box of a source tensor.
+    """A box of a mapped tensor that is filled from a box of a source tensor."""
 
-    Attributes:
-        source: the source tensor.
-        at: the box in the mapped tensor.
-        origin: the first index of the box in the source, one per dim of the source.
-        dims: for each dim of the mapped tensor, the matching dim of the source; None for a dim of size 1 that the source does
-            not have. A dim of the source that is not listed is fixed at its index in `origin`.
-    """
-
-    source: Source
-    at: Box
-    origin: tuple[int, ...]
+    source: Source  # the source tensor
+    at: Box  # the box in the mapped tensor
+    origin: tuple[int, ...]  # the first index of the box in the source, one per dim of the source
+    # for each dim of the mapped tensor, the matching dim of the source; None for a dim of size 1 that the source does not
+    # have. A dim of the source that is not listed is fixed at its index in `origin`.
     dims: tuple[int | None, ...]
 
     @property

@@ -316,27 +316,19 @@ def _raise(text: str | None) -> None:
 
 
 class _Match:
-    """Assignment of the tensors of a checkpoint to the tensors of a model.
-
-    Attributes:
-        found: pairs of a tensor of the model and its values in the checkpoint.
-        conversions: "float32 -> bfloat16" or "computed", by tensor name.
-        rules: how many tensors each rule of the key map matches.
-        ties: names of tied tensors that are loaded under another name.
-        twins: the values of a tied tensor under its name that is loaded, and under another one that the checkpoint has as well.
-        missing: names of the model that are not in the checkpoint.
-        unexpected: names of the checkpoint that are not in the model.
-    """
+    """Assignment of the tensors of a checkpoint to the tensors of a model."""
 
     def __init__(
         self, tensors: ModelTensors, state: State, counts: dict[str, int], *, strict: bool, may_miss: Sequence[str] = ()
     ) -> None:
-        self.rules = counts
+        self.rules = counts  # how many tensors each rule of the key map matches
+        # pairs of a tensor of the model and its values in the checkpoint
         self.found: list[tuple[ModelEntry, MappedTensor]] = []
-        self.conversions: dict[str, str] = {}
+        self.conversions: dict[str, str] = {}  # "float32 -> bfloat16" or "computed", by tensor name
+        # the values of a tied tensor under its name that is loaded, and under another one that the checkpoint has as well
         self.twins: list[tuple[MappedTensor, MappedTensor]] = []
-        ties: list[str] = []
-        missing: list[str] = []
+        ties: list[str] = []  # names of tied tensors that are loaded under another name
+        missing: list[str] = []  # names of the model that are not in the checkpoint
         used: set[str] = set()
         wrong: list[str] = []
         for entry in tensors.entries:
@@ -352,7 +344,7 @@ class _Match:
             others = [name for name in there[1:] if state[name].shape != entry.target.shape]  # of a tie, only the first is read
             wrong += [f"{name} is {state[name].shape} in the file and {entry.target.shape} in the model" for name in others]
         self.ties, self.missing = tuple(ties), tuple(missing)
-        self.unexpected = tuple(name for name in state if name not in used)
+        self.unexpected = tuple(name for name in state if name not in used)  # names of the checkpoint that are not in the model
         if strict:
             gone = [name for name in self.missing if not any(re.search(pattern, name) for pattern in may_miss)]
             wrong += _named("the model has {}, but the checkpoint does not", gone, self.unexpected)

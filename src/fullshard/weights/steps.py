@@ -26,17 +26,13 @@ _STEP = re.compile(r"step-\d+")
 
 
 class Steps:
-    """The directory of one step, among those of all steps.
-
-    Attributes:
-        directory: directory of the step.
-    """
+    """The directory of one step, among those of all steps."""
 
     def __init__(self, directory: str | os.PathLike[str], step: object, keep: object) -> None:
         number = check_int("step", step, least=0)
         self._all = resolved(directory)
         self._keep = None if keep is None else check_int("keep", keep, otherwise=", or None for all steps")
-        self.directory = self._all / f"step-{number}"
+        self.directory = self._all / f"step-{number}"  # directory of the step
 
     def check(self) -> None:
         """Raise ValueError if a file or directory has the name of the link."""

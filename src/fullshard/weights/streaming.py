@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -190,17 +189,13 @@ def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | No
         yield bucket
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Owner:
-    """The unit and the parameter group of a parameter."""
-
-    unit: Unit
-    group: ParamGroup
+Owner = tuple[Unit, ParamGroup]
+"""The unit and the parameter group of a parameter."""
 
 
-def _owners(tensors: ModelTensors) -> dict[int, _Owner]:
+def _owners(tensors: ModelTensors) -> dict[int, Owner]:
     """Return the owner of each sharded parameter, by `id(parameter)`."""
-    return {id(p): _Owner(unit, group) for unit in tensors.units for group in unit.groups for p in group.parameters}
+    return {id(p): (unit, group) for unit in tensors.units for group in unit.groups for p in group.parameters}
 
 
 # --- collectives ---
@@ -213,8 +208,9 @@ class _AllGather:
     parameter is copied out only when it is used, so that memory never holds two copies of a bucket.
     """
 
-    def __init__(self, members: Sequence[ModelEntry], owner: _Owner, dtype: torch.dtype) -> None:
-        self._members, self._owner, self._dtype = members, owner, dtype
+    def __init__(self, members: Sequence[ModelEntry], owner: Owner, dtype: torch.dtype) -> None:
+        self._members, self._dtype = members, dtype
+        self._unit, self._group = owner
         self._direct: dict[str, Tensor] = {}  # full tensors, by name
         self._packed: dict[str, tuple[ParamSharding, int]] = {}  # sharding and offset in a row of the staging buffer, by name
         self._staging = torch.empty(0)  # (ranks, elements): one row per rank
@@ -222,7 +218,7 @@ class _AllGather:
 
     def start(self) -> None:
         """Copy and cast the shards, and start the all-gather."""
-        group, communicator = self._owner.group, self._owner.unit.runtime.communicator
+        group, communicator = self._group, self._unit.runtime.communicator
         least = group.storage.direct.min_chunk
         packed: list[ModelEntry] = []
         transfers: list[tuple[Tensor, Tensor]] = []
@@ -246,9 +242,9 @@ class _AllGather:
 
     def _prepare_direct(self, entry: ModelEntry) -> tuple[Tensor, Tensor]:
         """Return (all-gather output, all-gather input) of one parameter: the full tensor, padded, and this rank's chunk."""
-        gather = self._owner.group.collectives.whole
+        gather = self._group.collectives.whole
         local, size = entry.local, _chunk_numel(_parameter(entry).sharding)
-        out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._owner.group.storage.device)
+        out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._group.storage.device)
         self._direct[entry.target.name] = out[: prod(entry.target.shape)].view(entry.target.shape)
         if local.dtype == self._dtype and local.device == out.device and local.numel() == size:
             return out, local.view(-1)  # no cast and no padding: send the shard itself, without a copy
@@ -258,12 +254,12 @@ class _AllGather:
 
     def _pack(self, members: Sequence[ModelEntry]) -> tuple[Tensor, Tensor]:
         """Return (all-gather output, all-gather input) of several parameters, packed one after another."""
-        gather, row_numel = self._owner.group.collectives.whole, 0
+        gather, row_numel = self._group.collectives.whole, 0
         for entry in members:
             sharding = _parameter(entry).sharding
             self._packed[entry.target.name] = sharding, row_numel
             row_numel += -(-_chunk_numel(sharding) // _ALIGNED) * _ALIGNED
-        self._staging = torch.empty(gather.ranks, row_numel, dtype=self._dtype, device=self._owner.group.storage.device)
+        self._staging = torch.empty(gather.ranks, row_numel, dtype=self._dtype, device=self._group.storage.device)
         own_row, shards = self._staging[gather.rank], [entry.local for entry in members]
         begins = [begin for _, begin in self._packed.values()]
         into = [own_row[begin:][: shard.numel()].view(shard.shape) for begin, shard in zip(begins, shards)]
@@ -315,7 +311,7 @@ class _Bucket:
         self,
         outputs: Sequence[tuple[str, MappedTensor]],
         entries: dict[str, ModelEntry],
-        owners: dict[int, _Owner],
+        owners: dict[int, Owner],
         dtype: torch.dtype | None,
     ) -> None:
         self._outputs, self._owners, self._dtype = outputs, owners, dtype
@@ -346,8 +342,8 @@ class _Bucket:
         for entry in self._entries:
             transport = _transport(entry, self._output_dtype(entry))
             if transport == "bucket":
-                owner = self._owners[id(entry.parameter)]
-                kinds.setdefault((id(owner.group.collectives.whole), self._output_dtype(entry)), []).append(entry)
+                _, group = self._owners[id(entry.parameter)]
+                kinds.setdefault((id(group.collectives.whole), self._output_dtype(entry)), []).append(entry)
             elif transport == "single":
                 self._single.append(entry)
         for (_, dtype), members in kinds.items():
@@ -369,7 +365,7 @@ class _Bucket:
             self._values |= {name: partial(all_gather.value, name) for name in all_gather.names()}
         for entry in self._single:
             parameter = _parameter(entry)
-            agreement = self._owners[id(parameter)].unit.agreement("iter_full()")
+            agreement = self._owners[id(parameter)][0].agreement("iter_full()")
             sharded: Any = parameter.sharded if entry.value is None else parameter.dtensor_like_shard(entry.value)
             full = all_gather_full(agreement, parameter.sharding, sharded).to(self._output_dtype(entry))
             self._values[entry.target.name] = partial(_identity, full)
@@ -414,7 +410,7 @@ def _parameter(entry: ModelEntry) -> ShardedParameter:
 
 
 def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
-    """Return how the full tensor is obtained."""
+    """Return how the full tensor is obtained: in a "bucket" with others, "single", or "local", where this rank has it."""
     parameter = entry.parameter
     if parameter is None or _unsharded_now(entry, dtype) is not None:
         return "local"

@@ -39,17 +39,13 @@ def memoryview_of(tensor: Tensor) -> memoryview:
 
 
 class Reader:
-    """Reads files with several threads. The caller opens and closes the files.
-
-    Attributes:
-        read: bytes read so far. `finish` passes them to `on_progress` after each part, and raises what it raises.
-    """
+    """Reads files with several threads. The caller opens and closes the files."""
 
     def __init__(self, files: OpenFiles, *, threads: int, on_progress: Callable[[int], object] | None = None) -> None:
         self._on_progress = on_progress
         self._files, self._pool = files, ThreadPoolExecutor(threads, thread_name_prefix="fullshard-read")
         self._futures: list[Future[int]] = []
-        self.read = 0
+        self.read = 0  # bytes read so far. `finish` passes them to `on_progress` after each part, and raises what it raises.
 
     def close(self) -> None:
         """End the threads."""
@@ -140,9 +136,6 @@ class Writer:
 
     Several files are written at the same time, each by one thread: file systems lock a file for each write, and further threads
     would only wait for the lock.
-
-    Attributes:
-        written: bytes of all writes that `finish` has waited for.
     """
 
     def __init__(self, folder: Path, *, threads: int, on_progress: Callable[[int], object] | None = None) -> None:
@@ -153,7 +146,7 @@ class Writer:
         self._open: dict[str, int] = {}
         self._tasks: list[Future[int]] = []
         self._waiting: list[deque[Write]] = []  # by task, the writes that have not started
-        self.written = 0
+        self.written = 0  # bytes of all writes that `finish` has waited for
 
     def run(self, writes: Sequence[Write]) -> None:
         """Write and wait."""
