@@ -8,6 +8,11 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+# Private: the module, since torch.distributed.fsdp does not export these classes.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import Comm as Comm
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+
 # Base classes of ours, so that isinstance checks of user programs hold: fullshard overrides all methods.
 TorchFSDPModule: Any = torch_fsdp.FSDPModule
 GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # from torch 2.15 on

@@ -5,13 +5,11 @@ They are adapters of the backend's collectives (`UnitOptions.gather_adapter` and
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,79 +19,10 @@ from fullshard.core import Unit, require_unit
 from fullshard.errors import check_bool
 from fullshard.frontend.module import FSDPModule, sharded_method
 
-
-class Comm(ABC):
-    """A custom collective and the memory it works on. Same interface as the class of this name in FSDP2.
-
-    Source: `torch.distributed.fsdp.Comm`.
-    """
-
-    @abstractmethod
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for messages.
-
-        Args:
-            size: number of elements, as a shape of one dim.
-            dtype: dtype of the messages.
-            device: device of the mesh.
-
-        Returns:
-            A contiguous, uninitialized tensor (elements,).
-        """
-
-
-class AllGather(Comm):
-    """A custom all-gather, for `FSDPModule.set_custom_all_gather`.
-
-    Source: `torch.distributed.fsdp.AllGather`.
-    """
-
-    @abstractmethod
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather `input_tensor` of all ranks, in rank order, into `output_tensor`.
-
-        Args:
-            output_tensor: (ranks * size,), memory from `allocate`.
-            input_tensor: (size,), this rank's chunk of `output_tensor`.
-            group: the participating ranks.
-            async_op: return before the collective completes. True on the CPU; False on an accelerator, where the current stream
-                is one of fullshard's communication streams.
-
-        Returns:
-            The work to wait for, or None.
-        """
-
-
-class ReduceScatter(Comm):
-    """A custom reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`.
-
-    Source: `torch.distributed.fsdp.ReduceScatter`.
-    """
-
-    @abstractmethod
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce chunk `rank` of `input_tensor` over all ranks into `output_tensor`.
-
-        Args:
-            output_tensor: (size,), memory from `allocate`.
-            input_tensor: (ranks * size,), memory from `allocate`.
-            group: the participating ranks.
-            op: the torch.distributed.ReduceOp; fullshard passes SUM and scales the result afterwards.
-            async_op: return before the collective completes. True on the CPU; False on an accelerator, where the current stream
-                is one of fullshard's communication streams.
-
-        Returns:
-            The work to wait for, or None.
-        """
+AllGather = _torch.AllGather
+Comm = _torch.Comm
+ReduceScatter = _torch.ReduceScatter
+"""FSDP2's own abstract classes of a custom collective and the memory it works on. docs/api/collectives.md describes them."""
 
 
 @dataclass(frozen=True)

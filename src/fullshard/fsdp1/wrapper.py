@@ -119,7 +119,7 @@ class _HookReduceScatter(ReduceScatter):
     def __init__(self, state: object, hook: Callable[..., None]) -> None:
         self._state, self._hook = state, hook
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(

@@ -137,14 +137,7 @@ def _unscale(
 
 # --- names ---------------------------------------------------------------------------------------------------------------
 
-_NAMES_OF_EXT = (
-    "AllGather",
-    "Comm",
-    "GradientReductionHandle",
-    "ReduceScatter",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-)
+_NAMES_OF_EXT = ("GradientReductionHandle", "register_fsdp_forward_method", "share_comm_ctx")
 _REPLACEMENTS: dict[str, Any] = {
     "clip_grad_norm_": _clip,
     "CPUOffloadPolicy": CPUOffloadPolicy,

@@ -130,7 +130,8 @@ def load_factory(name: str, arguments: Mapping[str, Any]) -> Any:
     """Load the function that a command line names, and bind arguments to it."""
     factory = load(name)
     if not callable(factory) or isinstance(factory, nn.Module) or inspect.iscoroutinefunction(factory):
-        got = "coroutine" if inspect.iscoroutinefunction(factory) else type(factory).__name__
+        kind = type(factory).__name__
+        got = f"module ({kind})" if isinstance(factory, nn.Module) else "coroutine" if callable(factory) else kind
         raise ValueError(f"Expected {name!r} to be a function that returns (build, batch), got a {got}.")
     try:
         inspect.signature(factory).bind(**arguments)
