@@ -84,19 +84,11 @@ def all_reduce_max(group: dist.ProcessGroup, tensor: Tensor) -> Started:
 def exchange(
     works: list[dist.Work],
     group: dist.ProcessGroup,
-    receives: Sequence[tuple[Tensor, int]],
-    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],  # and rank of the sender in the group
+    sends: Sequence[tuple[Tensor, int]],  # and rank of the receiver in the group
     tag: int,
 ) -> None:
-    """Start point-to-point messages and append their works to `works`.
-
-    Args:
-        works: list that gets one work for each message, receives first.
-        group: the process group.
-        receives: (tensor, rank of the sender in the group).
-        sends: (tensor, rank of the receiver in the group).
-        tag: tag of all these messages.
-    """
+    """Start point-to-point messages and append one work for each to `works`, receives first."""
     # `extend` of two `map`s is one call into C, where Python raises no KeyboardInterrupt. After Ctrl-C, either all messages are
     # started and in `works`, or none is. A loop could lose the work of a message whose buffer gloo still writes to.
     receiving = map(group.recv, [[tensor] for tensor, _ in receives], [peer for _, peer in receives], repeat(tag))

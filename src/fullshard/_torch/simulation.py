@@ -56,6 +56,19 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replace attributes of a class or module in the block."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Let `tensor.numpy()` of a meta tensor return the array of `values(tensor)` in the block."""
     numpy = Tensor.numpy
@@ -83,11 +96,8 @@ def on_compiled(notify: Callable[[], None]) -> Iterator[None]:
         notify()
         return None
 
-    torch._dynamo.eval_frame._callback_from_stance = callback  # type: ignore[assignment]
-    try:
+    with _replaced(torch._dynamo.eval_frame, _callback_from_stance=callback):
         yield
-    finally:
-        torch._dynamo.eval_frame._callback_from_stance = callback_of
 
 
 @contextmanager
@@ -101,11 +111,8 @@ def on_activation_offload(notify: Callable[[], None]) -> Iterator[None]:
         notify()
         made(self, *args, **kwargs)
 
-    offload.__init__ = init
-    try:
+    with _replaced(offload, __init__=init):
         yield
-    finally:
-        offload.__init__ = made
 
 
 @contextmanager
@@ -121,11 +128,8 @@ def on_context_parallel(notify: Callable[[], None]) -> Iterator[None]:
         notify()
         return before(*args, **kwargs)
 
-    attention._enable_context_parallel_dispatcher_impl = enable
-    try:
+    with _replaced(attention, _enable_context_parallel_dispatcher_impl=enable):
         yield
-    finally:
-        attention._enable_context_parallel_dispatcher_impl = before
 
 
 @contextmanager
@@ -144,8 +148,5 @@ def on_autocast(notify: Callable[[], None]) -> Iterator[None]:
             notify()
         return enter(self)
 
-    torch.autocast.__init__, torch.autocast.__enter__ = made, entered  # type: ignore[method-assign]
-    try:
+    with _replaced(torch.autocast, __init__=made, __enter__=entered):
         yield
-    finally:
-        torch.autocast.__init__, torch.autocast.__enter__ = init, enter  # type: ignore[method-assign]

@@ -129,12 +129,8 @@ def set_allocate_memory_from_process_group_for_comm(self: FSDPModule, enable: bo
         ValueError: if the backend cannot allocate memory, or this unit has custom collectives.
         StateError: inside a forward or backward.
     """
-    unit = require_unit(self)
-    _refuse_custom_collectives(unit)
-    group, memory = unit.axis.group, None
-    if check_bool("enable", enable) and group is not None:
-        memory = _torch.process_group_memory(group, unit.axis.device)
-    _set_memory(unit, memory, doing="set_allocate_memory_...()")
+    allocator = _torch.process_group_memory if check_bool("enable", enable) else None
+    _set_memory(require_unit(self), allocator, doing="set_allocate_memory_...()")
 
 
 @sharded_method
@@ -149,30 +145,24 @@ def set_symm_mem_for_comm(self: FSDPModule, backend: str = "NCCL") -> None:
             a string.
         StateError: inside a forward or backward.
     """
-    unit = require_unit(self)
     if not isinstance(backend, str):
         raise ValueError(f"set_symm_mem_for_comm takes the name of a backend, got {backend!r}.")
-    _refuse_custom_collectives(unit)
-    group = unit.axis.group
-    memory = None if group is None else _torch.symmetric_memory(group, unit.axis.device, backend)
-    _set_memory(unit, memory, doing="set_symm_mem_for_comm()")
+    _set_memory(require_unit(self), partial(_torch.symmetric_memory, backend=backend), doing="set_symm_mem_for_comm()")
 
 
-def _set_memory(unit: Unit, memory: Allocate | None, *, doing: str) -> None:
-    adapter = None if memory is None else Adapter(memory)
-    unit.reconfigure(doing=doing, gather_adapter=adapter, reduce_adapter=adapter)
-
-
-def _check_comm(comm: Any, setter: str, kind: str) -> None:
-    if not callable(comm) or not hasattr(comm, "allocate"):
-        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}.")
-
-
-def _refuse_custom_collectives(unit: Unit) -> None:
-    """Raise ValueError if the unit has custom collectives, which allocate their own memory."""
+def _set_memory(unit: Unit, allocator: Callable[..., Allocate] | None, *, doing: str) -> None:
+    """Let `allocator` of the process group allocate messages. Raise ValueError for a unit with custom collectives."""
     for adapter in (unit.options.gather_adapter, unit.options.reduce_adapter):
         for comm in (adapter.all_gather, adapter.reduce_scatter) if isinstance(adapter, Adapter) else ():
             if comm is not None:
                 raise ValueError(
                     f"Unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory."
                 )
+    group = unit.axis.group
+    adapter = None if allocator is None or group is None else Adapter(allocator(group, unit.axis.device))
+    unit.reconfigure(doing=doing, gather_adapter=adapter, reduce_adapter=adapter)
+
+
+def _check_comm(comm: Any, setter: str, kind: str) -> None:
+    if not callable(comm) or not hasattr(comm, "allocate"):
+        raise ValueError(f"{setter} takes an {kind} (callable, with allocate()), got {type(comm).__name__}.")

@@ -78,12 +78,9 @@ def added_parameters(unit: Unit) -> list[str]:
 
 
 def _unmanaged_parameters(root: nn.Module, slots: set[tuple[int, str]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and trainable parameters of a unit's own modules that belong to no unit.
+    """Yield names and trainable parameters of a unit's own modules that belong to no unit and are not in its `slots`.
 
-    Args:
-        root: the root module of the unit.
-        slots: places of the unit's own parameters: id of the `_parameters` of a module, and name. They are skipped, since the
-            unit itself adopts or refuses a parameter that the user assigns there.
+    The unit itself adopts or refuses a parameter that the user assigns there.
     """
     names = {id(module): name for name, module in root.named_modules()}
     replicated = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,28 +41,15 @@ def _own_shard(value: Tensor) -> Tensor:
 
 
 def _releases_outputs(parameter: ShardedParameter) -> bool:
-    """Return True if the subclass wants its all-gather outputs freed after fsdp_post_all_gather, which has copied them.
-
-    Raises StateError if the hook returns something else than True or False.
-    """
+    """Return True if the subclass wants its all-gather outputs freed after fsdp_post_all_gather, which has copied them."""
     hook: Callable[[], Any] | None = getattr(parameter.local, _RELEASE, None)
-    if hook is None:
-        return False
-    answer = hook()
+    answer = hook is not None and hook()
     if not isinstance(answer, bool):
         raise StateError(
             f"Expected True or False from {_RELEASE} of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got "
             f"{answer!r}. Return a bool."
         )
     return answer
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """The result of fsdp_pre_all_gather."""
-
-    tensors: list[Tensor]  # all-gather inputs, contiguous
-    metadata: Any  # passed to fsdp_post_all_gather
 
 
 class ExtensionBuffer:
@@ -83,8 +70,8 @@ class ExtensionBuffer:
         self.keep = False  # whether the memory is kept when it is freed
         # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
         self._unsharded: Tensor | None = None
-        # Inputs of the all-gather in flight, until fsdp_post_all_gather gets their metadata.
-        self._inputs: _Inputs | None = None
+        # Inputs (contiguous) and metadata of the all-gather in flight, until fsdp_post_all_gather gets them.
+        self._inputs: tuple[list[Tensor], Any] | None = None
         # All-gather outputs, (ranks * numel,) each. The objects stay, since the unsharded tensor may use their storage.
         self._outs: list[Tensor] = []
         # Inner tensors from fsdp_post_all_gather with separate memory, and their bytes.
@@ -97,9 +84,9 @@ class ExtensionBuffer:
         if shard.device != self._storage.device:  # CPU offload
             home, shard = shard, shard.to(self._storage.device, non_blocking=True)
             take_attributes(home, shard)
-        tensors, metadata = self._pre_all_gather(shard)
-        self._inputs = _Inputs([tensor.contiguous() for tensor in tensors], metadata)
-        ranks, tensors = self._collectives.ranks, self._inputs.tensors
+        given, metadata = self._pre_all_gather(shard)
+        ranks, tensors = self._collectives.ranks, [tensor.contiguous() for tensor in given]
+        self._inputs = tensors, metadata
         if not self._outs:
             self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
         if [out.numel() for out in self._outs] != [ranks * t.numel() for t in tensors]:
@@ -126,12 +113,13 @@ class ExtensionBuffer:
         inputs, self._inputs = self._inputs, None
         if inputs is None:
             return
-        outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, inputs.tensors))
+        tensors, metadata = inputs
+        outputs = tuple(out.view(-1, *given.shape[1:]) for out, given in zip(self._outs, tensors))
         after: Callable[..., Any] = getattr(self._parameter.local, _POST)
         rows = self._parameter.sharding.local_shape[0]
         with torch.no_grad():
             if self._unsharded is None:
-                self._unsharded, inner = after(outputs, inputs.metadata, self._dtype)
+                self._unsharded, inner = after(outputs, metadata, self._dtype)
                 outs = {out.untyped_storage().data_ptr() for out in self._outs}
                 self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
                 even = self._unsharded.shape[0] == rows
@@ -141,7 +129,7 @@ class ExtensionBuffer:
             else:
                 unsharded: Any = self._parameter.unsharded
                 even = self._unsharded.shape[0] == rows
-                after(outputs, inputs.metadata, self._dtype, out=unsharded if even else self._unsharded)
+                after(outputs, metadata, self._dtype, out=unsharded if even else self._unsharded)
                 if not even and type(self._unsharded) is not Tensor:  # the hook may have set a new scale, for example
                     _become(_torch.local_part(unsharded), self._unsharded.narrow(0, 0, rows))
         if self._releases_outs and not self.keep:

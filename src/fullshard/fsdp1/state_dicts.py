@@ -24,21 +24,14 @@ ComparedValues = Mapping[str, Mapping[str, str]]  # parameter name -> property -
 def agree(
     ranks: Agreement,
     call: Callable[[], T],
-    compared: Callable[[T], ComparedValues] | None = None,
+    compared: Callable[[T], ComparedValues] | None = None,  # values of the result that must be equal on all ranks
     *,
-    subject: str = "",
-    advice: str = "",
+    subject: str = "",  # begins the error text about differing values: "The optimizers"
+    advice: str = "",  # the last sentence of that text
 ) -> T:
     """Return the result of `call`, if no rank raised and the `compared` values are equal on all ranks (collective).
 
     The ranks exchange a digest. They exchange the values themselves only if the digests differ.
-
-    Args:
-        ranks: the participating ranks.
-        call: the step, which may raise on some ranks only.
-        compared: returns the values of the result that must be equal on all ranks.
-        subject: the plural noun that begins the error text about differing values: "The optimizers".
-        advice: the last sentence of that text, which says what to do.
     """
     error: Exception | None = None
     values: ComparedValues = {}
@@ -274,19 +267,10 @@ def optimizer_state(
     state_format: StateDictFormat,
     ranks: Agreement,
     *,
-    given: dict[str, Any] | None = None,
-    first: bool,
+    given: dict[str, Any] | None = None,  # the optimizer's own state dict, if the caller already has it
+    first: bool,  # True on the first rank
 ) -> dict[str, Any]:
-    """Return the optimizer state keyed by names, in `state_format` (collective).
-
-    Args:
-        model: contains the parameters; defines the order of the states.
-        optimizer: defines the order of the groups, and of the parameters in each group.
-        state_format: type and device of the tensors.
-        ranks: the ranks that save together.
-        given: the optimizer's own state dict, if the caller already has it.
-        first: True on the first rank.
-    """
+    """Return the optimizer state keyed by names, in `state_format` (collective)."""
     collected = agree(
         ranks,
         lambda: _collect_optimizer_state(model, optimizer, given, state_format),
@@ -310,20 +294,12 @@ def load_optimizer_state(
     groups: Sequence[Sequence[Tensor]],
     ranks: Agreement,
     *,
-    local: bool = False,
-    by_name: bool = False,
+    local: bool = False,  # plain tensors are this rank's rows already
+    by_name: bool = False,  # key the result by names instead of positions in the optimizer
 ) -> dict[str, Any]:
     """Convert a result of `optimizer_state`, of any type, to a state dict for `optimizer.load_state_dict` (collective).
 
     Full tensors and ShardedTensors are sharded to this rank's rows. DTensors must be sharded like the parameters.
-
-    Args:
-        model: contains the parameters.
-        saved: the state, keyed by names.
-        groups: the parameters of the optimizer, group by group.
-        ranks: the ranks that load together.
-        local: plain tensors are this rank's rows already.
-        by_name: key the result by names instead of positions in the optimizer.
     """
     ready = agree(
         ranks,

@@ -84,18 +84,13 @@ class _HookedCollectives:
 
     def __init__(self, inner: Collectives, hook: Callable[[Tensor], None]) -> None:
         self._inner, self._hook = inner, hook
-        self.ranks, self.rank, self.direct_min_bytes = inner.ranks, inner.rank, inner.direct_min_bytes
-        self.in_order = inner.in_order
-        self.gatherer, self.reduce_scatter, self.all_reduce_max = inner.gatherer, inner.reduce_scatter, inner.all_reduce_max
 
-    @property
-    def tag(self) -> Any:
-        """The tag that the wrapped collectives attach to their messages; None if they have no tags."""
-        return getattr(self._inner, "tag", None)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
-    @tag.setter
-    def tag(self, tag: Any) -> None:
-        self._inner.tag = tag  # type: ignore[attr-defined]
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the tag of messages, which the wrapped collectives attach."""
+        object.__setattr__(self._inner if name == "tag" else self, name, value)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         self._hook(tensor)  # hooks of FSDP1 are synchronous, so the returned work is complete

@@ -118,12 +118,7 @@ class _Gradients:
 def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], grads: _Gradients, call: str, *, maximum: bool) -> None:
     """All-reduce `part` over `groups`: through the communicator of a unit with these groups, if any, so that it is logged.
 
-    Args:
-        part: the tensor.
-        groups: the process groups.
-        grads: the gradients to clip, with their units.
-        call: the name of the call with those arguments that must be equal on all ranks.
-        maximum: True for the maximum, False for the sum.
+    `call` has the arguments of the call that must be equal on all ranks.
     """
     unit = grads.units.get(groups)
     if unit is not None:

@@ -88,13 +88,7 @@ class Exchanges:
         self._groups: list[list[int]] = []  # their indices by mesh
 
     def run(self, pieces: Sequence[Piece], fill: Fill, function: OnOwner) -> list[Tensor]:
-        """Return this rank's part of the function's result for each piece. Collective.
-
-        Args:
-            pieces: the matrices.
-            fill: writes this rank's shards of matrices, by index in `pieces`, into places in a message.
-            function: called on the owner with indices in `pieces` and whole matrices; see `OwnerExchange.run`.
-        """
+        """Return this rank's part of the function's result for each piece. Collective."""
         if not is_same(pieces, self._pieces):
             self._pieces, self._groups = list(pieces), by_mesh(pieces)
         results: list[Tensor] = [torch.empty(0)] * len(pieces)

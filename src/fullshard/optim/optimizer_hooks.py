@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol
@@ -328,10 +329,6 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         listener.after_step(optimizer.param_groups)
 
 
-class _Registration:
-    is_made = False  # in this process
-
-
 # Optimizers without sharded parameters: generation of replacements and number of parameters, for which this was found.
 _UNCONCERNED: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
@@ -363,9 +360,8 @@ def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
         _after_step(optimizer, args, kwargs)
 
 
+@cache
 def register() -> None:
     """Register hooks around the steps of all optimizers, once: checks, steps on local shards and by owners, log entries."""
-    if not _Registration.is_made:
-        _Registration.is_made = True
-        # dynamo would trace into them if the caller compiles `optimizer.step`
-        _torch.on_optimizer_step(_torch.disable_tracing(_before_any_step), _torch.disable_tracing(_after_any_step))
+    # dynamo would trace into them if the caller compiles `optimizer.step`
+    _torch.on_optimizer_step(_torch.disable_tracing(_before_any_step), _torch.disable_tracing(_after_any_step))

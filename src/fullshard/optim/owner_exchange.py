@@ -212,12 +212,7 @@ class OwnerExchange:
                 self._abandon()
 
     def run(self, fill: Fill, function: OnOwner) -> list[Tensor]:
-        """Return this rank's part of each result. Collective.
-
-        Args:
-            fill: writes this rank's shards of matrices (by index) into places in a message.
-            function: called on the owner with one matrix, or with those of equal shape in a bucket if this was made `batched`.
-        """
+        """Return this rank's part of each result. Collective."""
         all_results, own_results = self._memory_of_results()
         back: CollectiveCall | None = None
         # The shards are sent from the memory where the results arrive. So nothing needs memory of its own on this side.

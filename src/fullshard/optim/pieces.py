@@ -143,18 +143,7 @@ def _piece(
     number: int | None,
     count: int,
 ) -> Piece:
-    """Return the piece of these rows of `dim`.
-
-    Args:
-        parameter: the parameter.
-        unit: its unit.
-        blocks: the blocks over which the piece is distributed; None if this rank's block has all of it.
-        dim: the dim that is split.
-        rows: its rows in the parameter.
-        begin: the first row of this rank's block, if the block has all of the piece.
-        number: its number; None if the parameter is one matrix.
-        count: number of pieces.
-    """
+    """Return the piece of these rows of `dim`, distributed over `blocks`, or all in the block that begins at row `begin`."""
     sharding, is_piece = parameter.sharding, number is not None
     shape = tuple(sharding.shape)
     is_all = len(rows) == shape[dim]

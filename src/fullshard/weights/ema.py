@@ -173,15 +173,6 @@ class EMA:
                 if id(parameter) in old_views:
                     view.copy_(old_views[id(parameter)])
 
-    @property
-    def _needs_cast(self) -> bool:
-        """True if a weight may differ from its average in dtype or device."""
-        tensors = [
-            *(flat.weights for flat in self._averages),
-            *(getattr(module, key) for _, module, key in self._slots),
-        ]
-        return self._device is not None or any(tensor.dtype != self._dtype for tensor in tensors)
-
     @torch.no_grad()
     def update(self) -> None:
         """Update the averages with the current weights. Call it after each optimizer step.
@@ -205,8 +196,7 @@ class EMA:
         self.updates += 1
         averages = [*(flat.buffer for flat in self._averages), *self._plain.values()]
         weights = [*(flat.weights for flat in self._averages), *plain]
-        if self._needs_cast:
-            weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
+        weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - decay)
             # On a GPU it does not, and iter_full() would not notice that it runs across an update.

@@ -15,31 +15,8 @@ from math import prod
 
 import torch
 
-from fullshard.weights.headers import SINGLE, FileTensor, header_bytes
+from fullshard.weights.headers import DTYPES, SINGLE, FileTensor, header_bytes
 from fullshard.weights.key_map import MappedTensor, cast_dtype
-
-_ALIGNMENT = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.float8_e5m2,
-    torch.float8_e4m3fn,
-    torch.float8_e8m0fnu,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.int16,
-    torch.uint16,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.uint32,
-    torch.float32,
-    torch.complex64,
-    torch.float64,
-    torch.int64,
-    torch.uint64,
-]
-"""Dtypes in the order of safetensors' serializer, by alignment; tensors in a file are sorted in reverse."""
 
 Named = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape)."""
@@ -73,20 +50,12 @@ def lay_out(
     tensors: Sequence[Named],
     *,
     max_shard_bytes: int,
-    parameters: int,
-    file_groups: Mapping[str, str] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    name: str = SINGLE,
+    parameters: int,  # elements of all parameters, for the index
+    file_groups: Mapping[str, str] | None = None,  # by tensor; tensors of one group are in one file, as if they were one
+    metadata: Mapping[str, str] | None = None,  # of each file; None means {"format": "pt"}
+    name: str = SINGLE,  # of a single file; several files get a number before the extension
 ) -> CheckpointLayout:
     """Lay out the tensors of a checkpoint in files.
-
-    Args:
-        tensors: (name, dtype, shape) in the order of the state dict.
-        max_shard_bytes: maximum bytes of tensors in one file; a larger tensor has a file of its own.
-        parameters: number of elements of all parameters, for the index.
-        file_groups: group by tensor name. Tensors with equal groups are placed in one file, as if they were one tensor.
-        metadata: metadata of each file; None means {"format": "pt"}.
-        name: file name of a checkpoint in a single file. Several files get a number before the extension.
 
     Returns:
         The layout.
@@ -160,7 +129,7 @@ def _nbytes(tensor: Named) -> int:
 
 def _output_file(name: str, members: Sequence[Named], metadata: Mapping[str, str]) -> OutputFile:
     """Lay out one file: sort the tensors and compute the header and the offsets."""
-    known = {dtype: place for place, dtype in enumerate(_ALIGNMENT)}
+    known = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     members = sorted(members, key=lambda one: (-known.get(one[1], 0), one[0]))
     header = header_bytes(members, metadata)  # which refuses other dtypes
     at, found = len(header), []

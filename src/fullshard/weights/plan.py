@@ -96,15 +96,10 @@ def _files_of(source: Source) -> Iterator[str]:
 def plan_load(
     targets: Sequence[tuple[ModelTensor, MappedTensor]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
 ) -> LoadPlan:
-    """Plan the reads of one rank.
+    """Plan the reads of one rank. A round needs at most `limit` bytes on a rank, more for a single row.
 
-    Args:
-        targets: tensors of the model, each with the mapped tensor of equal shape that is loaded into it.
-        rank: this rank.
-        ranks: number of ranks.
-        limit: maximum bytes that one rank needs in a round; a single row may exceed it.
-        exchanges: read rows that several ranks need once, and exchange them. Otherwise every rank reads them itself, and only
-            computed tensors are sent.
+    With `exchanges`, rows that several ranks need are read once. Otherwise every rank reads them, and only computed tensors are
+    sent.
     """
     destinations: dict[Source, list[Destination]] = {}
     for number, (target, mapped) in enumerate(targets):

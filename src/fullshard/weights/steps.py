@@ -21,6 +21,7 @@ from pathlib import Path
 from fullshard.errors import check_int
 from fullshard.weights.commit import resolved
 from fullshard.weights.headers import LATEST
+from fullshard.weights.inside import sync
 
 _STEP = re.compile(r"step-\d+")
 
@@ -55,11 +56,7 @@ class Steps:
                 os.symlink(self.directory.name, fresh)
                 os.rename(fresh, self._all / LATEST)
                 break
-        descriptor = os.open(self._all, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self._all)
         try:
             self._prune()
         except OSError as failure:
