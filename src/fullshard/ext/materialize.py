@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from fullshard import _torch, ext
 from fullshard.core import (
     Agreement,
-    ShardAxis,
     ShardedParameter,
-    Unit,
     children_first,
     replace_rows,
     units_of,
 )
 from fullshard.errors import StateError, check_int
+from fullshard.optim.copies import agreement_of_all
 
 Init = Callable[[nn.Module], object]
 
@@ -69,12 +68,12 @@ def materialize(
     for unit in units:
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device
-    # The name of the call has the seed, so ranks with other seeds raise, and name them.
-    agreement, others = units[0].agreement(f"materialize(seed={seed})"), _other_axes(units)
-    for axis in (units[0].axis, *others):
-        agreement.on_axis(axis).barrier()
+    doing = f"materialize(seed={seed})"  # so ranks with other seeds raise, and name them
+    parameters = [parameter for unit in units for parameter in unit.parameters]
+    agreement = agreement_of_all(parameters, doing) if parameters else units[0].agreement(doing)
+    agreement.barrier()
     if seed is None:
-        seed = common_seed(agreement, others)
+        seed = common_seed(agreement)
     groups = [group for unit in units for group in unit.groups]
     owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
@@ -86,16 +85,6 @@ def materialize(
     for unit in units:
         unit.refresh(assigned=True)
     return model
-
-
-def _other_axes(units: Sequence[Unit]) -> list[ShardAxis]:
-    """Return the axes of all units but the first, and the tensor-parallel axes of their parameters, each once."""
-    found: dict[object, ShardAxis] = {}
-    for unit in units:
-        parallel = (axis for parameter in unit.parameters for _, axis in parameter.sharding.tensor_parallel_groups)
-        for axis in (unit.axis, *parallel):
-            found.setdefault(axis.key, axis)
-    return [axis for key, axis in found.items() if key != units[0].axis.key]
 
 
 def _fill(
@@ -212,11 +201,6 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         yield
 
 
-def common_seed(agreement: Agreement, others: Sequence[ShardAxis] = ()) -> int:
-    """Draw a seed on the first rank and broadcast it to all ranks. Collective. `others`: more axes whose ranks get it, too."""
-    seed = agreement.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64))
-    for _ in range(2 if others else 0):  # the first pass may bring another seed to ranks that the first agreement connects
-        for axis in others:
-            seed = agreement.on_axis(axis).from_first_rank(seed)
-        seed = agreement.from_first_rank(seed)
-    return int(seed.item())
+def common_seed(agreement: Agreement) -> int:
+    """Draw a seed on the first rank and broadcast it to all ranks. Collective."""
+    return int(agreement.from_first_rank(torch.randint(2**62, (1,), dtype=torch.int64)).item())

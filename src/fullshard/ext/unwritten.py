@@ -47,7 +47,7 @@ class UnwrittenTensors:
     """Tensors without values: sharded parameters, buffers, and parameters that are not sharded."""
 
     def __init__(self, parameters: list[ShardedParameter], buffers: list[tuple[weakref.ref[nn.Module], str]]) -> None:
-        self._parameters, self._buffers = parameters, buffers
+        self._parameters, self.buffers = parameters, buffers
         # Version counters after the marks were written, by key.
         self._versions: dict[tuple[int, str], int] = {}
         self.cause = ""  # what allocated the memory, for error texts, as in "to_empty() allocated"
@@ -56,15 +56,10 @@ class UnwrittenTensors:
         """Return a copy without the tensors in `written`: ids of ShardedParameters, and of buffers and plain parameters."""
         buffers = [
             (ref, name)
-            for ref, name in self._buffers
+            for ref, name in self.buffers
             if (module := ref()) is not None and id(getattr(module, name, None)) not in written
         ]
         return UnwrittenTensors([p for p in self._parameters if id(p) not in written], buffers)
-
-    @property
-    def buffers(self) -> list[tuple[weakref.ref[nn.Module], str]]:
-        """Module and name of each buffer and plain parameter."""
-        return self._buffers
 
     def names(self) -> list[str]:
         """Return the names of all tensors, for error texts."""
@@ -97,7 +92,7 @@ class UnwrittenTensors:
             _Named((id(parameter), ""), f"parameter '{parameter.name}'", parameter.local, True)
             for parameter in self._parameters
         ]
-        for ref, name in self._buffers:
+        for ref, name in self.buffers:
             module = ref()
             buffer = None if module is None else getattr(module, name, None)
             if module is not None and isinstance(buffer, Tensor):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from fullshard import _torch, ext
 from fullshard.core import full_tensor
@@ -222,59 +221,27 @@ def _first_difference(mine: Difference | None) -> Difference | None:
     return next((one for one in found if one is not None), None)
 
 
-def _run_rank(rank: int, ranks: int, program: _Program, store: str, results: Any) -> None:
-    try:
-        torch.set_num_threads(1)
-        # CPU only: with an accelerator's backend the accelerator would be used, which is not possible in forked processes.
-        dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        results.send((rank, program.run(), None))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException:
-        results.send((rank, None, traceback.format_exc()))
+def _run_rank(rank: int, ranks: int, program: _Program, store: str, verdicts: Any) -> None:
+    torch.set_num_threads(1)
+    # CPU only: with an accelerator's backend the accelerator would be used, which is not possible in forked processes.
+    dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    verdict = program.run()
+    if rank == 0:
+        verdicts.put(verdict)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _run_on_processes(program: _Program, ranks: int) -> Verdict:
     """Run the program on gloo ranks on the CPU of this machine."""
-    context: Any = torch.multiprocessing.get_context("fork")
-    processes, readers = [], []
+    verdicts = torch.multiprocessing.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="fullshard-verify") as folder:
-        store = os.path.join(folder, "store")
-        for rank in range(ranks):
-            reader, writer = context.Pipe(duplex=False)
-            processes.append(context.Process(target=_run_rank, args=(rank, ranks, program, store, writer)))
-            processes[-1].start()
-            writer.close()  # here, so that no later process inherits it: the end of this process ends the pipe
-            readers.append(reader)
-        results_of_ranks = _results_of(processes, readers)
-        for process in processes:
-            process.join()
-    failed = [f"--- rank {rank} ---\n{text}" for rank, _, text in results_of_ranks if text is not None]
-    if failed:
-        raise RuntimeError("verify() raised on some ranks:\n" + "\n".join(failed))
-    return next(verdict for _, verdict, _ in results_of_ranks)
-
-
-def _results_of(processes: list[Any], readers: list[Any]) -> list[tuple[int, Any, str | None]]:
-    """Return (rank, verdict, text of its error) of each process, also of one that ended without saying so, as by a signal."""
-    found: dict[int, tuple[int, Any, str | None]] = {}
-    while len(found) < len(processes):
-        waiting = [rank for rank in range(len(processes)) if rank not in found]
-        # Whichever comes first: a rank that cannot send the text of its error keeps the others waiting in a collective.
-        connection.wait([one for rank in waiting for one in (readers[rank], processes[rank].sentinel)])
-        for rank in waiting:
-            ended = processes[rank].exitcode is not None  # before the pipe is read
-            try:
-                if readers[rank].poll():
-                    found[rank] = readers[rank].recv()
-            except EOFError:
-                ended = True
-            if ended and rank not in found:
-                processes[rank].join()
-                found[rank] = rank, None, f"The process ended with exit code {processes[rank].exitcode}."
-    for reader in readers:
-        reader.close()
-    return [found[rank] for rank in range(len(processes))]
+        arguments = ranks, program, os.path.join(folder, "store"), verdicts
+        try:
+            start_processes(_run_rank, arguments, ranks, start_method="fork")
+        except (ProcessRaisedException, ProcessExitedException) as failed:
+            raise RuntimeError(f"verify() raised on some ranks:\n{failed}") from None
+    return verdicts.get()
 
 
 def verify_arguments(factory: Callable[[], object]) -> dict[str, Any]:
