@@ -16,7 +16,7 @@ from fullshard.weights.command import problems
 from fullshard.weights.converting import convert_weights
 from fullshard.weights.headers import OpenFiles, header_bytes, read_checkpoint
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Split, Stack, Transpose, Unstack
-from fullshard.weights.transfer import Read, Reader, memoryview_of
+from fullshard.weights.transfer import Reader, Transfer
 
 
 def tensors() -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def write(file: Path, named: dict[str, Tensor]) -> None:
-    data = b"".join(bytes(memoryview_of(tensor.contiguous())) for tensor in named.values())
+    data = b"".join(bytes(Transfer("", 0, tensor.contiguous()).memory) for tensor in named.values())
     file.write_bytes(header_bytes([(name, one.dtype, one.shape) for name, one in named.items()]) + data)
 
 
@@ -43,7 +43,7 @@ def read(folder: Path) -> dict[str, Tensor]:
         reader = Reader(files, threads=1)
         for tensor in header.tensors:
             found[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            reader.run([Read(header.file, tensor.offset, found[tensor.name])])
+            reader.run([Transfer(header.file, tensor.offset, found[tensor.name])])
         reader.close()
     files.close()
     return found

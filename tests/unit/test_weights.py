@@ -29,7 +29,7 @@ from fullshard.weights.key_map import ComputedTensor, MapError, MappedTensor, ma
 from fullshard.weights.loading import _represents_all
 from fullshard.weights.plan import Destination, ReadRange, plan_load
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Split, Stack, Transpose, Unstack
-from fullshard.weights.transfer import Write, Writer
+from fullshard.weights.transfer import Transfer, Writer
 
 # --- boxes ---
 
@@ -504,7 +504,7 @@ def test_a_writer_that_is_closed_gives_up_what_has_not_started(tmp_path: Path) -
         return pwrite(*arguments)
 
     with mock.patch("os.pwrite", slow):
-        writer.begin([Write("a", 100 * n, torch.ones(100, dtype=torch.uint8)) for n in range(3)])
+        writer.begin([Transfer("a", 100 * n, torch.ones(100, dtype=torch.uint8)) for n in range(3)])
         assert begun.wait(60)
         closing = Thread(target=writer.close)
         closing.start()

@@ -29,7 +29,7 @@ from fullshard.weights.headers import (
     read_header,
     read_index,
 )
-from fullshard.weights.transfer import Read, Reader
+from fullshard.weights.transfer import Reader, Transfer
 from fullshard.wrap.tables import aligned, bytes_text
 
 _READ_NBYTES = 64 << 20  # of a tensor at a time
@@ -147,7 +147,7 @@ def _value_problems(header: Header, files: OpenFiles) -> list[str]:
             step = _READ_NBYTES // tensor.dtype.itemsize
             for first in range(0, numel, step):
                 part = torch.empty(min(step, numel - first), dtype=tensor.dtype, device="cpu")
-                reader.run([Read(header.file, tensor.offset + first * tensor.dtype.itemsize, part)])
+                reader.run([Transfer(header.file, tensor.offset + first * tensor.dtype.itemsize, part)])
                 if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
                     # isinf() is not implemented for most float8 dtypes.
                     part = part.float() if tensor.dtype.itemsize == 1 else part

@@ -19,7 +19,7 @@ from fullshard.weights.headers import FileTensor, OpenFiles, read_checkpoint
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, SourcePiece, map_keys
 from fullshard.weights.layout import lay_out_mapped
 from fullshard.weights.rounds import batches
-from fullshard.weights.transfer import Read, Reader, Write, Writer
+from fullshard.weights.transfer import Reader, Transfer, Writer
 
 
 class Calculator:
@@ -57,7 +57,7 @@ class Calculator:
             else:
                 assert isinstance(piece.source, FileTensor)
                 value = torch.empty(piece.source.shape, dtype=piece.source.dtype, device="cpu")
-                self._reader.run([Read(piece.source.file, piece.source.offset, value)])
+                self._reader.run([Transfer(piece.source.file, piece.source.offset, value)])
                 self.bytes_used += box.numel * value.itemsize
             found[piece.at.slices()] = piece.view_as_mapped(value[box.slices()])
         return found
@@ -149,7 +149,7 @@ def convert_weights(
         files.close()
         writer.close()
     names = tuple(replacement.name_in_place(file.name) for file in layout.files)
-    return Converted(reader.read, writer.written, time.perf_counter() - began, names)
+    return Converted(reader.done, writer.done, time.perf_counter() - began, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +189,10 @@ class _Converter:
         for batch in batches(parts, self._limit, lambda part: part.nbytes):
             self._writer.run(self._assembled(batch))
 
-    def _assembled(self, batch: Sequence[_OutputRows]) -> list[Write]:
+    def _assembled(self, batch: Sequence[_OutputRows]) -> list[Transfer]:
         """Read and cast the data of a batch, and return the writes."""
         values = [torch.empty(part.rows.shape, dtype=part.output.dtype, device="cpu") for part in batch]
-        direct: list[Read] = []
+        direct: list[Transfer] = []
         others: list[tuple[SourcePiece, Box, Tensor]] = []
         for part, value in zip(batch, values):
             for piece, at in part.pieces():
@@ -205,7 +205,7 @@ class _Converter:
         self._reader.run(direct)
         for piece, at, into in others:
             self._fill(piece, at, into)
-        return [Write(part.output.file, part.output.offset_of(part.rows.start), value) for part, value in zip(batch, values)]
+        return [Transfer(part.output.file, part.output.offset_of(part.rows.start), value) for part, value in zip(batch, values)]
 
     def _fill(self, piece: SourcePiece, at: Box, into: Tensor) -> None:
         """Fill `into`, the box `at` of an output, from its source, reading a bounded number of source rows at a time."""
@@ -232,17 +232,17 @@ class _Converter:
 
     def _read(self, source: FileTensor, rows: Box) -> Tensor:
         values = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
-        self._reader.run([Read(source.file, source.offset_of(rows.start), values)])
+        self._reader.run([Transfer(source.file, source.offset_of(rows.start), values)])
         return values
 
 
-def _direct_read(piece: SourcePiece, at: Box, into: Tensor) -> Read | None:
+def _direct_read(piece: SourcePiece, at: Box, into: Tensor) -> Transfer | None:
     """Return a read straight into the output if its bytes are contiguous in the file and need no cast; otherwise None."""
     source = piece.source
     if not isinstance(source, FileTensor) or source.dtype != into.dtype or not piece.keeps_order or not into.is_contiguous():
         return None
     box = piece.source_box(at)
-    return Read(source.file, source.offset_of(box.start), into) if box.shape[1:] == source.shape[1:] else None
+    return Transfer(source.file, source.offset_of(box.start), into) if box.shape[1:] == source.shape[1:] else None
 
 
 def other_files(source: str | os.PathLike[str]) -> dict[str, Path]:

@@ -38,7 +38,7 @@ from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Stat
 from fullshard.weights.plan import Destination, LoadPlan, ReadRange, plan_load
 from fullshard.weights.rounds import Round, batches
 from fullshard.weights.targets import ModelEntry, ModelTensors, reshard_for, tensors_of
-from fullshard.weights.transfer import Progress, Read, Reader, check_progress, with_total
+from fullshard.weights.transfer import Progress, Reader, Transfer, check_progress, with_total
 
 Replicas = Literal["auto", "read"]
 
@@ -198,7 +198,7 @@ def load_weights(
     written |= {id(buffer) for name, buffer in model.named_buffers() if clean_name(name) in filled}
     fresh.mark_remaining(written)
     return Loaded(
-        bytes_read=load.reader.read,
+        bytes_read=load.reader.done,
         bytes_useful=load.bytes_used,
         bytes_exchanged=load.exchanged,
         seconds=time.perf_counter() - began,
@@ -480,14 +480,14 @@ class _Load:
         self.reader.begin([self._read(part, into) for part, into in zip(parts, rows)])
         return rows
 
-    def _read(self, part: ReadRange, into: Tensor) -> Read:
+    def _read(self, part: ReadRange, into: Tensor) -> Transfer:
         assert isinstance(part.source, FileTensor)
-        return Read(part.source.file, part.source.offset_of(part.rows.start), into)
+        return Transfer(part.source.file, part.source.offset_of(part.rows.start), into)
 
     # --- rows that only this rank needs ---
 
     def _read_own(self, parts: Sequence[ReadRange]) -> None:
-        straight: list[Read] = []
+        straight: list[Transfer] = []
         staged: list[ReadRange] = []
         for part in parts:
             into = self._memory(part)

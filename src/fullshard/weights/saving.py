@@ -28,7 +28,7 @@ from fullshard.weights.rounds import Round, batches
 from fullshard.weights.save_plan import RowSource, SavePlan, WriteRange, plan_save
 from fullshard.weights.steps import Steps
 from fullshard.weights.targets import ModelTensors, from_first_rank, reshard_for, tensors_of, with_values
-from fullshard.weights.transfer import Progress, Write, Writer, check_progress, with_total
+from fullshard.weights.transfer import Progress, Transfer, Writer, check_progress, with_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class _Save:
         self._is_first = group.index == 0
         self._pinned = any(local.device.type != "cpu" for local in self._local.values())
         self._exchange = Exchange(group)
-        self._background_writes: list[Write] = []  # started by `_end_run`
+        self._background_writes: list[Transfer] = []  # started by `_end_run`
         self.replacement, self._steps = replacement, steps
         self.writer = writer
 
@@ -346,7 +346,7 @@ class _Save:
         files = tuple(self.replacement.name_in_place(file.name) for file in self._layout.files)
         seconds = time.perf_counter() - self._began
         where, others = str(self.replacement.directory), self.replacement.others
-        return Saved(self.writer.written, self._exchange.sent, seconds, files, where, others)
+        return Saved(self.writer.done, self._exchange.sent, seconds, files, where, others)
 
     def _commit(self) -> None:
         if self._is_first:
@@ -378,7 +378,7 @@ class _Save:
             return [torch.empty(part.rows.shape, dtype=part.output.dtype, **options) for part in parts]
         return staging.take([(part.rows.shape, part.output.dtype) for part in parts])
 
-    def _begin(self, writes: Sequence[Write]) -> None:
+    def _begin(self, writes: Sequence[Transfer]) -> None:
         """Wait for the previous writes, and start `writes`. They run while the caller fills the next rows.
 
         A background save starts all writes at the end of `run`.
@@ -393,7 +393,7 @@ class _Save:
 
     def _write_own(self, parts: Sequence[WriteRange]) -> None:
         """Write rows that this rank has completely: straight from the shards where possible, the others through the buffer."""
-        straight: list[Write] = []
+        straight: list[Transfer] = []
         staged: list[WriteRange] = []
         for part in parts:
             # Training changes the shards during a background save, so it copies all rows.
@@ -459,5 +459,5 @@ class _Save:
         self._group.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
 
 
-def _write(part: WriteRange, rows: Tensor) -> Write:
-    return Write(part.output.file, part.output.offset_of(part.rows.start), rows)
+def _write(part: WriteRange, rows: Tensor) -> Transfer:
+    return Transfer(part.output.file, part.output.offset_of(part.rows.start), rows)
