@@ -33,16 +33,19 @@ def accumulates_into(leaves: Sequence[Tensor]) -> bool:
     if any(_will_run(torch.autograd.graph.get_gradient_edge(leaf).node) for leaf in leaves):
         return True
     # A backward without inputs runs every node that the current one leads to.
-    node: Any = torch._C._current_autograd_node()
-    pending, seen = [node], {node}
+    return all(map(_will_run, _nodes_from([torch._C._current_autograd_node()])))
+
+
+def _nodes_from(starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield these nodes and all nodes that they lead to."""
+    seen = set(starts)
+    pending = list(seen)
     while pending:
         node = pending.pop()
-        if not _will_run(node):
-            return False
+        yield node
         unseen = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= unseen
         pending += unseen
-    return True
 
 
 def _will_run(node: Any) -> bool:
@@ -61,16 +64,12 @@ def leads_to(outputs: Sequence[Any], leaves: Sequence[Tensor]) -> set[int]:
     """
     edge = torch.autograd.graph.get_gradient_edge
     wanted = {edge(leaf).node: number for number, leaf in enumerate(leaves) if leaf.requires_grad}
-    pending = [edge(output).node if isinstance(output, Tensor) else output.node for output in outputs]
-    seen = set(pending)
     found: set[int] = set()
-    while pending and len(found) < len(wanted):
-        node = pending.pop()
+    for node in _nodes_from(edge(one).node if isinstance(one, Tensor) else one.node for one in outputs) if wanted else ():
         if node in wanted:
             found.add(wanted[node])
-        unseen = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= unseen
-        pending += unseen
+            if len(found) == len(wanted):
+                break
     return found
 
 

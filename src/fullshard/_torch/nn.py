@@ -65,10 +65,19 @@ def extend_trunc_normal(instead: Callable[..., Tensor]) -> Undo:
     """
     # Private: `_no_grad_trunc_normal_`, which `trunc_normal_` looks up at each call. If `trunc_normal_` stops calling it, the
     # replacement never runs.
-    init: Any = torch.nn.init
-    inner = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = functools.wraps(inner)(functools.partial(instead, inner))
-    return lambda: setattr(init, "_no_grad_trunc_normal_", inner)
+    return extended(torch.nn.init, "_no_grad_trunc_normal_", instead)
+
+
+def extended(owner: Any, name: str, instead: Callable[..., Any]) -> Undo:
+    """Replace a function of a module or class by `instead`, which gets that function and its arguments."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead(inner, *args, **kwargs)
+
+    setattr(owner, name, call)
+    return lambda: setattr(owner, name, inner)
 
 
 def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:

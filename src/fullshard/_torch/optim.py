@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch.optim import _muon
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fullshard._torch.nn import Undo
+from fullshard._torch.nn import Undo, extended
 
 
 def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> None:
@@ -133,18 +132,7 @@ def extend_unscaling(instead: Callable[..., Any]) -> Undo:
     """
     # Private: `_unscale_grads_`, which `unscale_` and `step` of the scaler call. If they stop doing so, `instead` never runs,
     # and ranks decide by the mesh of the first gradient.
-    inner = torch.amp.GradScaler._unscale_grads_
-
-    @functools.wraps(inner)
-    def unscale(*args: Any, **kwargs: Any) -> Any:
-        return instead(inner, *args, **kwargs)
-
-    torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
-
-    def undo() -> None:
-        torch.amp.GradScaler._unscale_grads_ = inner  # type: ignore[method-assign]
-
-    return undo
+    return extended(torch.amp.GradScaler, "_unscale_grads_", instead)
 
 
 def unscale_and_check(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

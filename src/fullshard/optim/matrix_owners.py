@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -223,7 +223,11 @@ class MatrixOwners:
                 function, wholes, [pieces[number].whole for number in numbers], [pieces[n].name for n in numbers]
             )
 
-        with torch.no_grad(), self._reporting():
+        unit = pieces[0].unit if pieces else None
+        with (
+            torch.no_grad(),
+            nullcontext() if unit is None else unit.runtime.communicator.reporting_exceptions("MatrixOwners.map()"),
+        ):
             for index, logical in enumerate(self._logical):
                 if logical is None:
                     results[index] = self._of_plain(function, index, shards[index].to(self._dtype, copy=True))
@@ -237,12 +241,6 @@ class MatrixOwners:
                     result = results[index] = parameter.dtensor_like_shard(part.new_empty(parameter.sharding.shard_shape))
                 piece.part(to_local(result)).copy_(part)
         return cast(list[Tensor], results)
-
-    def _reporting(self) -> AbstractContextManager[None]:
-        """Return a context that reports exceptions to the other ranks."""
-        if not self._pieces:
-            return nullcontext()
-        return self._pieces[0][1].unit.runtime.communicator.reporting_exceptions("MatrixOwners.map()")
 
     def _of_plain(self, function: Callable[[Tensor, Any], Tensor], index: int, whole: Tensor) -> Tensor:
         """Return the function's results for a parameter that is not sharded, or for its pieces."""

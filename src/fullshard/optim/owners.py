@@ -212,20 +212,12 @@ class OwnerPlan:
     def peak_nbytes(self, rank: int, replica: int = 0) -> int:
         """Return the bytes that an exchange allocates at most on a rank.
 
-        Counted are
-
-        - up to three buckets of whole matrices: one arrives, one is computed, one leaves;
-        - until all ranks have all results, this rank's shards of all matrices in the dtype of the messages, of other replicas'
-          matrices as well;
-        - a second copy of a matrix while the function computes with it, unless it is sharded along dim 0 and the only one that
-          the owner has in the bucket.
-
-        Not counted are
-
-        - the memory of the function itself;
-        - of Muon, two copies of the gradients whose updates are computed together, of up to 16 MiB or one shard;
-        - the copies of a batch;
-        - the exchange over a tensor-parallel axis.
+        Counted are up to three buckets of whole matrices (one arrives, one is computed, one leaves); this rank's shards of all
+        matrices in the dtype of the messages, of other replicas' matrices as well, until all ranks have all results; and a
+        second copy of a matrix while the function computes with it, unless it is sharded along dim 0 and the only one that the
+        owner has in the bucket. Not counted are the memory of the function itself; of Muon, two copies of the gradients whose
+        updates are computed together, of up to 16 MiB or one shard; the copies of a batch; and the exchange over a
+        tensor-parallel axis.
 
         Args:
             rank: its index among the shards, from 0.

@@ -164,29 +164,13 @@ _IMPLEMENTATION = "torch.distributed.fsdp._fully_shard._fully_shard"  # uses the
 _IMPORTED_FIRST = ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining")
 
 
-class Installation:
-    """Record of the replaced names, which can restore them."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._undo = [_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)]
-
-    def replace(self, namespace: dict[str, Any], name: str, ours: Any) -> None:
-        """Replace `name` in `namespace`, and record the previous value."""
-        self._replaced.append((namespace, name, namespace[name], ours))
-        namespace[name] = ours
-
-    def restore(self) -> None:
-        """Restore the previous values, except of names that were assigned again later."""
-        for namespace, name, theirs, ours in reversed(self._replaced):
-            if namespace.get(name) is ours:
-                namespace[name] = theirs
-        self._replaced.clear()
-        while self._undo:
-            self._undo.pop()()
+_undo: list[Callable[[], object]] = []  # what `uninstall` calls, the last first
 
 
-_installed: list[Installation] = []
+def _replace(namespace: dict[str, Any], name: str, ours: Any) -> None:
+    """Replace a name until `uninstall`, unless it was assigned again by then."""
+    theirs, namespace[name] = namespace[name], ours
+    _undo.append(lambda: namespace.get(name) is ours and namespace.update({name: theirs}))
 
 
 def install() -> None:
@@ -207,7 +191,7 @@ def install() -> None:
         True
         >>> fullshard.uninstall()
     """
-    if _installed:
+    if _undo:
         return
     # Parts of torch derive from FSDP2's classes at import. Import them first, so that they derive from torch's own.
     for name in _IMPORTED_FIRST:
@@ -220,7 +204,7 @@ def install() -> None:
             found = vars(exporting).get(name)
             if found is not None and found is not _REPLACEMENTS[name]:
                 torch_objects[id(found)] = (name, found)
-    installation = Installation()
+    _undo.extend([_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)])
     for module_name, module in list(sys.modules.items()):
         if module is None or not _is_replaced_in(module_name):
             continue
@@ -228,8 +212,7 @@ def install() -> None:
         for name, value in list(namespace.items()):
             known = torch_objects.get(id(value))
             if known is not None and known[1] is value:
-                installation.replace(namespace, name, _REPLACEMENTS[known[0]])
-    _installed.append(installation)
+                _replace(namespace, name, _REPLACEMENTS[known[0]])
 
 
 def uninstall() -> None:
@@ -238,9 +221,10 @@ def uninstall() -> None:
     Raises:
         StateError: if `install()` was not called.
     """
-    if not _installed:
+    if not _undo:
         raise StateError("fullshard.uninstall() cannot undo anything: install() was not called.")
-    _installed.pop().restore()
+    while _undo:
+        _undo.pop()()
 
 
 @contextmanager
@@ -251,7 +235,7 @@ def installed() -> Iterator[None]:
         >>> with fullshard.installed():                                                       # doctest: +SKIP
         ...     import a_program_for_fsdp2
     """
-    before = bool(_installed)
+    before = bool(_undo)
     install()
     try:
         yield

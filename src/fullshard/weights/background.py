@@ -112,8 +112,7 @@ class StoreRankGroup(Ranks):
         except Exception as failure:
             warnings.warn(f"The store of the process group does not respond at the end of a save: {failure}", stacklevel=2)
         finally:
-            self._stopped.set()
-            self._default_store = None
+            self.abandon()
 
     def abandon(self) -> None:
         """Stop the heartbeat and release the store, if the save failed before its threads started."""

@@ -93,10 +93,9 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self._directories: dict[str, int] = {}  # descriptors
-        self._directory_times: dict[str, int] = {}  # modification time of each directory when it was opened, in ns
-        self._files: dict[str, int] = {}  # descriptors
-        self._file_times: dict[str, int] = {}  # modification time of each file when it was opened, in ns
+        # (descriptor, modification time when it was opened, in ns) by path
+        self._directories: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, tuple[int, int]] = {}
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -118,20 +117,18 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close all files and directories."""
-        for descriptor in (*self._files.values(), *self._directories.values()):
+        for descriptor, _ in (*self._files.values(), *self._directories.values()):
             os.close(descriptor)
         self._files.clear()
-        self._file_times.clear()
         self._directories.clear()
-        self._directory_times.clear()
 
     def directory(self, path: str | Path) -> int:
         """Return the descriptor of a directory, opening it at the first call."""
         folder = str(path) or "."
         if folder not in self._directories:
-            self._directories[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._directory_times[folder] = os.fstat(self._directories[folder]).st_mtime_ns
-        return self._directories[folder]
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._directories[folder] = descriptor, os.fstat(descriptor).st_mtime_ns
+        return self._directories[folder][0]
 
     def file(self, path: str | Path) -> int:
         """Return the descriptor of a file, opening it at the first call."""
@@ -147,12 +144,12 @@ class OpenFiles:
             if not stat.S_ISREG(status.st_mode):
                 os.close(descriptor)
                 raise BadFile(f"{name} is not a regular file.")
-            self._files[name], self._file_times[name] = descriptor, status.st_mtime_ns
-        return self._files[name]
+            self._files[name] = descriptor, status.st_mtime_ns
+        return self._files[name][0]
 
     def were_replaced(self) -> bool:
         """Return True if an open directory or file is no longer at its path, because it was replaced or removed."""
-        for path, descriptor in (*self._directories.items(), *self._files.items()):
+        for path, (descriptor, _) in (*self._directories.items(), *self._files.items()):
             try:
                 now = os.stat(path)
             except OSError:
@@ -164,15 +161,13 @@ class OpenFiles:
 
     def may_have_changed(self) -> bool:
         """Return True if files were created or removed in an open directory, or if `were_replaced()`."""
-        changed = any(
-            os.fstat(descriptor).st_mtime_ns != self._directory_times[path] for path, descriptor in self._directories.items()
-        )
+        changed = any(os.fstat(descriptor).st_mtime_ns != then for descriptor, then in self._directories.values())
         return changed or self.were_replaced()
 
     def check_unchanged(self) -> None:
         """Raise BadFile if a file was modified since it was opened."""
-        for name, descriptor in self._files.items():
-            if os.fstat(descriptor).st_mtime_ns != self._file_times[name]:
+        for name, (descriptor, then) in self._files.items():
+            if os.fstat(descriptor).st_mtime_ns != then:
                 raise BadFile(
                     f"{name} was modified while it was read, so its values may come from two checkpoints. Load again."
                 )

@@ -52,7 +52,6 @@ def lay_out(
     max_shard_bytes: int,
     parameters: int,  # elements of all parameters, for the index
     file_groups: Mapping[str, str] | None = None,  # by tensor; tensors of one group are in one file, as if they were one
-    metadata: Mapping[str, str] | None = None,  # of each file; None means {"format": "pt"}
     name: str = SINGLE,  # of a single file; several files get a number before the extension
 ) -> CheckpointLayout:
     """Lay out the tensors of a checkpoint in files.
@@ -76,7 +75,7 @@ def lay_out(
     if current or not files:
         files.append(current)
     names = [name if len(files) == 1 else _numbered_name(name, number, len(files)) for number in range(len(files))]
-    found = tuple(_output_file(one, members, metadata or {"format": "pt"}) for one, members in zip(names, files))
+    found = tuple(_output_file(one, members) for one, members in zip(names, files))
     if len(files) == 1:
         return CheckpointLayout(found, None, name)
     index = {
@@ -127,11 +126,11 @@ def _nbytes(tensor: Named) -> int:
     return prod(tensor[2]) * tensor[1].itemsize
 
 
-def _output_file(name: str, members: Sequence[Named], metadata: Mapping[str, str]) -> OutputFile:
+def _output_file(name: str, members: Sequence[Named]) -> OutputFile:
     """Lay out one file: sort the tensors and compute the header and the offsets."""
     known = {dtype: place for place, dtype in enumerate(DTYPES.values())}
     members = sorted(members, key=lambda one: (-known.get(one[1], 0), one[0]))
-    header = header_bytes(members, metadata)  # which refuses other dtypes
+    header = header_bytes(members, {"format": "pt"})  # which refuses other dtypes
     at, found = len(header), []
     for tensor, dtype, shape in members:
         found.append(FileTensor(tensor, name, dtype, shape, at))
