@@ -17,14 +17,7 @@ class InternalError(AssertionError):
 
 
 def check_int(name: str, value: object, *, least: int = 1, otherwise: str = "") -> int:
-    """Return `value`, or raise ValueError unless it is an int of at least `least`.
-
-    Args:
-        name: name of the parameter.
-        value: what the caller passed.
-        least: the smallest legal value.
-        otherwise: text about other legal values, ", or None for all steps" for example.
-    """
+    """Return `value`, or raise ValueError unless it is an int of at least `least`. `otherwise`: other legal values, as text."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an int of at least {least}{otherwise}, got {value!r}.")
     return value
@@ -68,13 +61,7 @@ _SAID: set[str] = set()
 
 
 def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str | None = None) -> None:
-    """Issue a warning once per process.
-
-    Args:
-        text: the warning.
-        category: its class.
-        subject: key that identifies the warning if its text varies from call to call. None: the text is the key.
-    """
+    """Issue a warning once per process. `subject` identifies it if its text varies from call to call."""
     if (subject or text) not in _SAID:
         _SAID.add(subject or text)
         warnings.warn(text, category, stacklevel=2)

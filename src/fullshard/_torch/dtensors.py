@@ -108,11 +108,9 @@ def turned_into_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
 
 
 def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, Tensor, DTensorSpec, str]], mark: object) -> None:
-    """Set `.grad` of each sharded parameter to `dtensor_like(origin, local, spec)`, with `mark` as its attribute `key`.
+    """Set `.grad` of each parameter to `dtensor_like(origin, local, spec)`, with `mark`, one of all, as its attribute `key`.
 
-    Args:
-        gradients: (parameter, origin, local, spec, key) of each parameter.
-        mark: value of the attribute, equal for all gradients of one reduction.
+    `gradients`: (parameter, origin, local, spec, key) of each.
     """
     # `dtensor_like` is inlined: this loop runs for every parameter in every backward.
     for parameter, origin, local, spec, key in gradients:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -74,10 +74,6 @@ def compare_again(unit: Unit) -> None:
     if unit.options.sync != "off":
         _ALLOCATED.add(unit)
         unit.before_first_use(_compare)
-
-
-def _around_allocation(unit: Unit) -> Callable[[], None]:
-    return partial(compare_again, unit)
 
 
 # --- in the first forward ---
@@ -256,4 +252,4 @@ def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
 
 
 UNIT_CREATED.append(_expect_equal)
-ALLOCATION.append(_around_allocation)
+ALLOCATION.append(lambda unit: partial(compare_again, unit))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Container
 from functools import partial
 from typing import NamedTuple
 
@@ -133,10 +133,6 @@ def mark_unwritten(unit: Unit, fresh: UnwrittenTensors, by: str = "to_empty() al
     unit.before_first_use(_check_written, first=True)  # before the collectives of other checks
 
 
-def _around_allocation(unit: Unit) -> Callable[[], None]:
-    return partial(mark_unwritten, unit, tensors_on_meta(unit))
-
-
 def _check_written(unit: Unit, _: nn.Module) -> None:
     """Raise StateError, naming the tensors, if some that are marked were never written."""
     unit.refresh()
@@ -179,5 +175,5 @@ def _warn_of_unwritten(unit: Unit) -> None:
             )
 
 
-ALLOCATION.append(_around_allocation)
+ALLOCATION.append(lambda unit: partial(mark_unwritten, unit, tensors_on_meta(unit)))
 BEFORE_STATE_DICT.append(_warn_of_unwritten)

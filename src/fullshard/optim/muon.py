@@ -218,19 +218,12 @@ def write(
     grads: list[Tensor],
     momenta: list[Tensor],
     updates: list[Tensor],
-    shapes: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[int]],  # of the whole matrices
     options: Mapping[str, Any],
     *,
-    foreach: bool,
+    foreach: bool,  # few kernels, which the host launches while the device waits; on the CPU they round bfloat16 otherwise
 ) -> None:
-    """Write the shards of momenta and weights, in the order of the reference.
-
-    Args:
-        weights, grads, momenta, updates: the shards of each matrix.
-        shapes: those of the whole matrices.
-        options: of the parameter group.
-        foreach: True for few kernels, which the host launches while the device waits. On the CPU they round bfloat16 otherwise.
-    """
+    """Write the shards of momenta and weights, in the order of the reference."""
     lr = _torch.scalar_of(options["lr"])
     # `updates_of` has computed it already, in temporaries: nothing may be written before all ranks have all results.
     torch._foreach_lerp_(momenta, grads, 1 - options["momentum"])

@@ -54,11 +54,7 @@ _LISTENERS: list[Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParam
 def register_step_listener(
     make: Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParameter]]], StepListener],
 ) -> None:
-    """Let `make` create a listener for each optimizer, and again when its parameters change.
-
-    Args:
-        make: takes the optimizer, and the sharded parameters of each of its groups.
-    """
+    """Let `make`, of an optimizer and the sharded parameters of each group, create a listener, and again when these change."""
     _LISTENERS.append(make)
 
 

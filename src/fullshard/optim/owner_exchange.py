@@ -133,29 +133,19 @@ class OwnerExchange:
 
     def __init__(
         self,
-        plan: OwnerPlan,
-        unit: Unit,
-        axis: ShardAxis,
-        dtype: torch.dtype,
-        doing: str,
+        plan: OwnerPlan,  # equal on all ranks
+        unit: Unit,  # of the first matrix, whose name is in errors
+        axis: ShardAxis,  # that the matrices are sharded over
+        dtype: torch.dtype,  # of the messages and of the function's results
+        doing: str,  # the call that needs the exchange, for errors
         *,
-        blocks: TensorParallelBlocks | None = None,
-        batched: bool = False,
+        blocks: TensorParallelBlocks | None = None,  # for tensor parallelism, the matrices whose blocks `plan` distributes
+        batched: bool = False,  # compute matrices of equal shape in a bucket together
+        # Inside of another exchange, over the tensor-parallel axis. The outer one compares plans and confirms for both: ranks
+        # with the same shard of the outer axis derive the inner plan from the same route.
         is_inner: bool = False,
     ) -> None:
-        """Compare the plan between the ranks. Collective.
-
-        Args:
-            plan: owners and buckets; equal on all ranks.
-            unit: unit of the first matrix, whose name is in errors.
-            axis: the axis that the matrices are sharded over.
-            dtype: dtype of the messages and of the function's results.
-            doing: the call that needs the exchange, for errors.
-            blocks: for tensor parallelism, the matrices whose blocks `plan` distributes; else None.
-            batched: True to compute matrices of equal shape in a bucket together, False to compute one at a time.
-            is_inner: True for an exchange inside of another one, over the tensor-parallel axis. The outer one compares plans
-                and confirms for both: ranks with the same shard of the outer axis derive the inner plan from the same route.
-        """
+        """Compare the plan between the ranks. Collective."""
         self.plan, self._axis, self._dtype, self._doing, self._batched = plan, axis, dtype, doing, batched
         communicator = unit.runtime.communicator
         self._communicator = communicator

@@ -219,12 +219,7 @@ class Splits:
     __slots__ = ("_pieces",)
 
     def __init__(self, split: Split | None, parameters: Iterable[Tensor]) -> None:
-        """Check a split, and keep it.
-
-        Args:
-            split: as the caller gave it, by sharded parameter.
-            parameters: the parameters of the call, which the keys must be among.
-        """
+        """Check a split, and keep it."""
         self._pieces: list[tuple[Tensor, Pieces]] = []
         if split is not None and not isinstance(split, Mapping):
             raise ValueError(f"split must be a dict from parameters to their pieces, or None, got {split!r}.")

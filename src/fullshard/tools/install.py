@@ -97,9 +97,8 @@ def _unscale(
     torch looks over the mesh and the placements of the first gradient only. With several meshes, or scalars, some ranks
     would skip the step and others would not.
 
-    Returns:
-        For each device a tensor above 0 if a rank found one; equal on all ranks. Empty if no rank has a gradient: then the
-        scaler raises, as without sharding.
+    Return for each device a tensor above 0 if a rank found one, equal on all ranks; nothing if no rank has a gradient: then the
+    scaler raises, as without sharding.
     """
     rebind(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -51,11 +51,7 @@ def one_line(text: object, most: int = 600) -> str:
 
 
 def failure_line(failure: BaseException, doing: str) -> str:
-    """Describe an exception: by its text if this library raised it, else by its type, text and line of user code.
-
-    Returns:
-        One line.
-    """
+    """Describe an exception: by its text if this library raised it, else by its type, text and line of user code."""
     frames = traceback.extract_tb(failure.__traceback__)
     if isinstance(failure, (ValueError, RuntimeError)) and frames and frames[-1].filename.startswith(_PACKAGE_ROOT):
         return one_line(failure)

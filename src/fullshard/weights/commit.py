@@ -53,25 +53,16 @@ _LOCK_PAUSE = 0.01  # seconds between two attempts
 class Replacement:
     """The new content of a directory, from its creation to the commit.
 
-    All ranks construct one with the same token. Only the first rank calls `prepare`, `add` and `commit`.
-
-    Args:
-        directory: the directory to replace. Symbolic links are followed: the target is replaced and the link stays a link.
-        token: the name of this save from `new_token`, equal on all ranks.
-        single: name of the weights file if the checkpoint has a single one.
-
-    Attributes:
-        directory: the resolved directory.
-        path: the folder where the new content is written.
-        others: after `commit`, names of files in the directory that may be weights and are not from this save.
+    All ranks construct one with the same token. Only the first rank calls `prepare`, `add` and `commit`. Symbolic links are
+    followed: the target of `directory` is replaced and the link stays a link.
     """
 
     def __init__(self, directory: str | os.PathLike[str], token: str, single: str = SINGLE) -> None:
         self.directory, self._single = resolved(directory), single
-        self.others: tuple[str, ...] = ()
+        self.others: tuple[str, ...] = ()  # after `commit`, files in the directory that may be weights and are not of this save
         self._keeps_directory = token.startswith(_INSIDE)
         self._staging = staging_path_inside(self.directory) if self._keeps_directory else staging_path(self.directory)
-        self.path = self._staging / token
+        self.path = self._staging / token  # where the new content is written
         self._owner: int | None = None  # file descriptor of the locked owner file
         # Inode of the new content. After the exchange the old content is at `path`: the inode tells the two apart.
         self._inode: int | None = None

@@ -49,11 +49,7 @@ class Round(Generic[P]):
 def in_rounds(ranges: Iterable[tuple[RowRange, Callable[[RowRange], P]]], *, rank: int, limit: int) -> Iterator[Round[P]]:
     """Batch ranges so that no load of any rank exceeds `limit` bytes per round. A single larger range gets its own round.
 
-    Args:
-        ranges: ranges of all ranks in order, each with a function that makes the part of a round. The function is called only
-            for ranges with a load for this rank.
-        rank: this rank.
-        limit: maximum bytes of each load in a round.
+    Each range comes with a function that makes the part of a round, called only for ranges with a load for this rank.
     """
     # Every rank walks all ranges, so that all ranks make the same rounds.
     parts: list[P] = []

@@ -209,7 +209,7 @@ class _AllGather:
     """
 
     def __init__(self, members: Sequence[ModelEntry], owner: Owner, dtype: torch.dtype) -> None:
-        self._members, self._dtype = members, dtype
+        self.members, self._dtype = members, dtype
         self._unit, self._group = owner
         self._direct: dict[str, Tensor] = {}  # full tensors, by name
         self._packed: dict[str, tuple[ParamSharding, int]] = {}  # sharding and offset in a row of the staging buffer, by name
@@ -222,7 +222,7 @@ class _AllGather:
         least = group.storage.direct.min_chunk
         packed: list[ModelEntry] = []
         transfers: list[tuple[Tensor, Tensor]] = []
-        for entry in self._members:
+        for entry in self.members:
             sharding = _parameter(entry).sharding
             if sharding.dim == 0 and _chunk_numel(sharding) * self._dtype.itemsize >= least:
                 transfers.append(self._prepare_direct(entry))
@@ -234,8 +234,8 @@ class _AllGather:
         outs, shards = [out for out, _ in transfers if out.numel()], [shard for out, shard in transfers if out.numel()]
         begin = group.collectives.whole.gatherer(outs, shards) if outs else StartedWork
         # With the names and the dtype, so that ranks whose options differ diverge here and do not mix tensors.
-        names = [entry.target.name for entry in self._members]
-        averages = any(entry.value is not None for entry in self._members)
+        names = [entry.target.name for entry in self.members]
+        averages = any(entry.value is not None for entry in self.members)
         digest = crc32(repr((names, self._dtype, averages)).encode("utf-8", "backslashreplace"))
         action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {self._dtype}; {digest:08x})"
         self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin)
@@ -270,10 +270,6 @@ class _AllGather:
         """Wait for the all-gather."""
         assert self._work is not None
         self._work.wait()
-
-    def names(self) -> Iterator[str]:
-        """Yield the names of the parameters."""
-        yield from (*self._direct, *self._packed)
 
     def value(self, name: str) -> Tensor:
         """Return the full tensor `name`."""
@@ -362,7 +358,7 @@ class _Bucket:
         self._values = {}
         for all_gather in self._all_gathers:
             all_gather.finish()
-            self._values |= {name: partial(all_gather.value, name) for name in all_gather.names()}
+            self._values |= {one.target.name: partial(all_gather.value, one.target.name) for one in all_gather.members}
         for entry in self._single:
             parameter = _parameter(entry)
             agreement = self._owners[id(parameter)][0].agreement("iter_full()")
