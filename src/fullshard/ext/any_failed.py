@@ -80,9 +80,8 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
         ...     batch = next(batches)
         ... except OSError as caught:
         ...     error = caught
-        >>> if fullshard.any_failed(mesh, error):                                             # doctest: +SKIP
-        ...     continue
-        >>> model(batch).mean().backward()                                                    # doctest: +SKIP
+        >>> if not fullshard.any_failed(mesh, error):                                         # doctest: +SKIP
+        ...     model(batch).mean().backward()
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}.")

@@ -65,7 +65,8 @@ def grad(
                 f"grad(): parameter '{logical.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
         _check_no_other_gradients(logical)
-        leaves += [logical.unsharded, *_leaves_of_copies(logical)]
+        group = logical.group()  # with the leaves of the graphs that compute with copies of the group
+        leaves += [logical.unsharded, *(() if group is None else (copy.handle for copy in group.copies))]
     _check_no_use_of_shards([outputs] if isinstance(outputs, Tensor) else outputs, logical_parameters(listed))
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     before = [tensor.grad for tensor in listed]
@@ -111,12 +112,6 @@ def _has_earlier_gradients(unit: Unit) -> bool:
     """Return True if gradients of earlier backwards are not in `.grad` yet, which any later backward may set."""
     kept = any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups)
     return kept or unit.runtime.reducer.is_undelivered(unit)
-
-
-def _leaves_of_copies(parameter: ShardedParameter) -> list[Tensor]:
-    """Return the leaves of the graphs that compute with copies of the parameter's group."""
-    group = parameter.group()
-    return [] if group is None else [copy.handle for copy in group.copies]
 
 
 def _check_no_use_of_shards(outputs: Sequence[Tensor], parameters: Sequence[ShardedParameter]) -> None:

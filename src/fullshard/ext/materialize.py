@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,63 +96,49 @@ def _fill(
     owners: dict[int, Owner],
     filled: dict[int, Tensor],
 ) -> None:
-    """Allocate and initialize the meta tensors of one module, without its children."""
+    """Allocate and initialize the meta tensors of one module, without its children. `filled`: values by id of a meta tensor."""
     parameters, buffers = _torch.parameters_of(module), _torch.buffers_of(module)
-    meta_parameters = {key: p for key, p in parameters.items() if p is not None and p.device.type == "meta"}
-    meta_buffers = {key: b for key, b in buffers.items() if b is not None and b.device.type == "meta"}
-    if not meta_parameters and not meta_buffers:
+    registries: tuple[dict[str, Any], ...] = parameters, buffers
+    slots = [(r, key, one) for r in registries for key, one in r.items() if one is not None and one.device.type == "meta"]
+    if not slots:
         return
-    tied = {key for key, p in meta_parameters.items() if id(p) in filled}
-    _allocate(module, meta_parameters, meta_buffers, device, filled)
+    tied = {id(one) for _, _, one in slots if isinstance(one, nn.Parameter) and id(one) in filled}
+    allocated: dict[int, nn.Parameter] = {}  # by id of the meta parameter, since a module may tie its own parameters
+    for registry, key, one in slots:
+        if registry is buffers:
+            if id(one) not in filled:
+                filled[id(one)] = ext.unwritten.mark_tensor(torch.empty_like(one, device=device))
+        elif id(one) not in allocated:
+            full = ext.unwritten.mark_tensor(torch.empty(one.shape, dtype=one.dtype, device=device))
+            allocated[id(one)] = nn.Parameter(full, requires_grad=one.requires_grad)
+        registry[key] = filled[id(one)] if registry is buffers else allocated[id(one)]
     try:
         _initialize(module, name, init)
     except BaseException:
-        parameters.update(meta_parameters)
-        buffers.update(meta_buffers)
+        for registry, key, one in slots:
+            registry[key] = one
         raise
-    initialized = {key: parameters[key] for key in meta_parameters}
+    values = [registry[key] for registry, key, _ in slots]
     dot = f"{name}." if name else ""
     without_values = [
-        f"parameter '{dot}{key}'" for key in meta_parameters if key not in tied and ext.unwritten.is_marked(initialized[key])
+        f"{'buffer' if registry is buffers else 'parameter'} '{dot}{key}'"
+        for (registry, key, one), value in zip(slots, values)
+        if id(one) not in tied and ext.unwritten.is_marked(value)
     ]
-    without_values += [f"buffer '{dot}{key}'" for key in meta_buffers if ext.unwritten.is_marked(buffers[key])]
-    # The sharded parameters stay registered, on meta until `_keep_value` replaces their shards.
-    parameters.update(meta_parameters)
+    for registry, key, one in slots:  # sharded parameters stay registered, on meta until `_keep_value` replaces their shards
+        if registry is parameters or without_values:
+            registry[key] = one
     if without_values:
-        buffers.update(meta_buffers)
         raise StateError(
             f"{', '.join(without_values)} of {type(module).__name__} got no values from "
             f"{'reset_parameters()' if init is None else 'init'}. Pass an init(module) to materialize() that fills all of them."
         )
-    for key, parameter in meta_parameters.items():
-        if id(parameter) not in filled:
-            value = initialized[key]
-            assert value is not None
-            filled[id(parameter)] = _keep_value(parameter, value, owners.get(id(parameter)))
-    for key, parameter in meta_parameters.items():
-        if id(parameter) not in owners:
-            parameters[key] = filled[id(parameter)]  # type: ignore[assignment]
-
-
-def _allocate(
-    module: nn.Module,
-    meta_parameters: dict[str, nn.Parameter],
-    meta_buffers: dict[str, Tensor],
-    device: torch.device,
-    filled: dict[int, Tensor],
-) -> None:
-    """Replace the meta tensors of one module by uninitialized tensors, marked as uninitialized."""
-    parameters, buffers = _torch.parameters_of(module), _torch.buffers_of(module)
-    allocated: dict[int, nn.Parameter] = {}  # by id of the meta parameter, since a module may tie its own parameters
-    for key, parameter in meta_parameters.items():
-        if id(parameter) not in allocated:
-            full = ext.unwritten.mark_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
-            allocated[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        parameters[key] = allocated[id(parameter)]
-    for key, buffer in meta_buffers.items():
-        if id(buffer) not in filled:
-            filled[id(buffer)] = ext.unwritten.mark_tensor(torch.empty_like(buffer, device=device))
-        buffers[key] = filled[id(buffer)]
+    for (registry, key, one), value in zip(slots, values):
+        if registry is parameters:
+            if id(one) not in filled:
+                filled[id(one)] = _keep_value(one, value, owners.get(id(one)))
+            if id(one) not in owners:
+                parameters[key] = filled[id(one)]  # type: ignore[assignment]
 
 
 def _keep_value(original: nn.Parameter, value: Tensor, owner: Owner | None) -> Tensor:

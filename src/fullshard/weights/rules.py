@@ -222,7 +222,7 @@ class Sort:
     """
 
 
-# A new rule is an entry here and in `__all__`, also in that of weights/__init__.py, in `_patterns` and `_apply` of key_map.py,
+# A new rule is an entry here and in `__all__` of weights/__init__.py, in `_patterns` and `_apply` of key_map.py,
 # and in docs/weights.md and docs/api/weights.md (docstrings elsewhere name rules as examples only). `_check` checks the fields
 # `pattern`, `source`, `sources`, `to`, `dim` and `dims`, by these names; a field with another name needs a line there. A rule
 # maps boxes to boxes. If boxes cannot express it, `SourcePiece` gets a field, which is part of its `geometry`; callers of
