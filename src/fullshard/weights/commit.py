@@ -61,7 +61,7 @@ class Replacement:
         self.directory, self._single = resolved(directory), single
         self.others: tuple[str, ...] = ()  # after `commit`, files in the directory that may be weights and are not of this save
         self._keeps_directory = token.startswith(_INSIDE)
-        self._staging = staging_path_inside(self.directory) if self._keeps_directory else staging_path(self.directory)
+        self._staging = staging_path(self.directory, inside=self._keeps_directory)
         self.path = self._staging / token  # where the new content is written
         self._owner: int | None = None  # file descriptor of the locked owner file
         # Inode of the new content. After the exchange the old content is at `path`: the inode tells the two apart.
@@ -391,14 +391,9 @@ def new_token(directory: str | os.PathLike[str]) -> str:
     return f"{_INSIDE if why_not_replaceable(resolved(directory)) else ''}{uuid.uuid4().hex}"
 
 
-def staging_path(directory: Path) -> Path:
-    """Return the staging folder next to a directory."""
-    return directory.parent / f".{directory.name}.saving"
-
-
-def staging_path_inside(directory: Path) -> Path:
-    """Return the staging folder inside a directory that cannot be exchanged."""
-    return directory / ".saving"
+def staging_path(directory: Path, *, inside: bool = False) -> Path:
+    """Return the staging folder next to a directory, or inside of one that cannot be exchanged."""
+    return directory / ".saving" if inside else directory.parent / f".{directory.name}.saving"
 
 
 def _lock_staging(staging: Path, directory: Path) -> int:
@@ -497,7 +492,7 @@ def _is_same_file(one: os.stat_result, other: os.stat_result) -> bool:
 def left_over(directory: str | os.PathLike[str]) -> Path | None:
     """Return the staging folder of an unfinished save to this directory, or None if there is none or the save is running."""
     path = Path(os.path.realpath(directory))
-    return _leftover_in(staging_path(path)) or _leftover_in(staging_path_inside(path))
+    return _leftover_in(staging_path(path)) or _leftover_in(staging_path(path, inside=True))
 
 
 def _leftover_in(staging: Path) -> Path | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -150,7 +151,7 @@ def load_weights(
         for attempt in range(ATTEMPTS):
             files.close()  # every attempt opens the files again, because a save may have replaced them
             state, known = _state_of(group, source, files)
-            match = group.run(partial(_match, tensors, key_map, state, strict=strict, missing=missing))
+            match = group.run(partial(_Match, tensors, key_map, state, strict=strict, may_miss=missing))
             if not group.all_equal(match.description() + repr((buffer_bytes, replicas)).encode()):
                 raise ValueError(
                     "buffer_bytes, replicas or the tensors that key_map makes differ between ranks. Pass the same on all ranks."
@@ -319,9 +320,10 @@ class _Match:
     """Assignment of the tensors of a checkpoint to the tensors of a model."""
 
     def __init__(
-        self, tensors: ModelTensors, state: State, counts: dict[str, int], *, strict: bool, may_miss: Sequence[str] = ()
+        self, tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool, may_miss: Sequence[str] = ()
     ) -> None:
-        self.rules = counts  # how many tensors each rule of the key map matches
+        self.rules: dict[str, int] = {}  # how many tensors each rule of the key map matches
+        state = map_keys(key_map, state, strict=strict, counts=self.rules)
         # pairs of a tensor of the model and its values in the checkpoint
         self.found: list[tuple[ModelEntry, MappedTensor]] = []
         self.conversions: dict[str, str] = {}  # "float32 -> bfloat16" or "computed", by tensor name
@@ -374,11 +376,6 @@ class _Match:
                     f"{name} is {was} in the file and {becomes} in the model, which rounds it (pass strict=False to allow it)"
                 ]
         return []
-
-
-def _match(tensors: ModelTensors, key_map: KeyMap, state: State, *, strict: bool, missing: Sequence[str]) -> _Match:
-    counts: dict[str, int] = {}
-    return _Match(tensors, map_keys(key_map, state, strict=strict, counts=counts), counts, strict=strict, may_miss=missing)
 
 
 def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> None:
@@ -499,7 +496,7 @@ class _Load:
         self.reader.run(straight)
         staging_buffers = self._staging_buffers()
         before: Callable[[], None] = _nothing
-        for number, batch in enumerate(batches(staged, 2 * self._limit, _nbytes)):
+        for number, batch in enumerate(batches(staged, 2 * self._limit, attrgetter("nbytes"))):
             staging = staging_buffers[number % 2]
             rows = self._begin(staging, batch)
             before()  # write the previous batch while the threads read this one
@@ -592,7 +589,3 @@ class _Load:
 
 def _nothing() -> None:
     """Do nothing: there is no batch to write before the first one."""
-
-
-def _nbytes(part: ReadRange) -> int:
-    return part.nbytes
