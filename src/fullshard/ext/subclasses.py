@@ -233,19 +233,13 @@ class ExtensionGroup(ParamGroup):
     def check_gather(cls, parameter: ShardedParameter) -> None:
         """Raise StateError if a parameter cannot be all-gathered with its hooks."""
         shard, unit = parameter.local, parameter.unit_name.name
-        missing = _missing_hooks(shard)
-        if len(missing) == 1:
-            raise StateError(
-                f"Expected both all-gather hooks on the shard of parameter '{parameter.name}' of unit '{unit}', got one. "
-                f"Define {missing[0]} as well."
-            )
         if parameter.sharding.axis.hybrid is not None:
             raise StateError(
                 f"Expected the tensor subclass of parameter '{parameter.name}' of unit '{unit}' before fully_shard(), got it "
                 "afterwards: with states=HFSDP a parameter that is all-gathered by hooks of its own is sharded over the shard "
                 "dim only. Convert it first, then call fully_shard()."
             )
-        if missing:
+        if _missing_hooks(shard):
             raise StateError(
                 f"Parameter '{parameter.name}' of unit '{unit}' cannot be all-gathered: it is a {type(shard).__name__} without "
                 f"all-gather hooks. Define {_PRE} and {_POST}, on the class or on parameter._local_tensor, before the first "
