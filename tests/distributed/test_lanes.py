@@ -28,7 +28,6 @@ from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm.base import StartedWork
 from fullshard.comm.streams import HostStream, InFlight
 from fullshard.core.communicator import CollectiveCall
-from fullshard.core.reduction import MOVES, Stage
 from fullshard.errors import InternalError
 
 
@@ -189,18 +188,8 @@ def test_the_procrastinator_finds_a_missing_wait(world: World, missing: str) -> 
     if missing == "gather":
         assert output.isnan().all()
         return
-    with pytest.raises(InternalError, match="A reduction of unit .* cannot become committed: it is packed"):
+    with pytest.raises(InternalError, match="Gradients of unit .* are set before they are reduced"):
         square(output).backward()
-
-
-def test_a_reduction_is_committed_only_once_it_is_reduced_and_absorbed_only_while_it_waits_for_replicas() -> None:
-    reached = {Stage.PACKED}
-    while more := {to for start, to in MOVES if start in reached} - reached:
-        reached |= more
-    assert reached == set(Stage)
-    assert {start for start, to in MOVES if to is Stage.COMMITTED} == {Stage.REDUCED, Stage.COMMITTED}
-    assert {start for start, to in MOVES if to is Stage.ABSORBED} == {Stage.SUMMED}
-    assert not [to for start, to in MOVES if start is Stage.ABSORBED]
 
 
 def test_in_flight_lets_go_oldest_first_and_only_after_waiting() -> None:

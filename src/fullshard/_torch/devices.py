@@ -129,7 +129,7 @@ def split_copy(packed: Tensor, sizes: list[int], outs: list[Tensor]) -> None:
     torch.split_with_sizes_copy(packed, sizes, 1, out=outs)
 
 
-def chunk_cat(tensors: list[Tensor], out: Tensor) -> None:
+def chunk_cat(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Copy chunk r of each tensor to `out[r]`, cast and padded with zeros. Chunks are along dim 0, `len(out)` per tensor."""
     # Private: `_chunk_cat`, the fused copy-in of FSDP2's reduce-scatter: padding, copy and cast in one kernel.
-    torch._chunk_cat(tensors, 0, out.shape[0], out=out)
+    torch._chunk_cat(tensors, 0, out.shape[0], out=out)  # type: ignore[arg-type]

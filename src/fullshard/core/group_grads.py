@@ -27,6 +27,8 @@ class GroupGradients:
     Attributes:
         has_local: whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this
             group on this rank.
+        has_committed: whether a commit was made since gradients were last discarded. Only then does the log say whether the next
+            commit adds to `.grad`, which may differ between ranks after a failed step.
         deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 
@@ -44,7 +46,7 @@ class GroupGradients:
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
         self.deferred: Reduction | None = None
-        self._has_committed = False  # since gradients were last discarded
+        self.has_committed = False
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of these."""
@@ -56,8 +58,6 @@ class GroupGradients:
 
     def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the sum of `grads` and the kept gradients, and discard the kept ones."""
-        if not self.has_local:
-            return grads
         if any(parameter.local_grad is not None for parameter in self._parameters):
             self.accumulate(grads)
             grads = [parameter.local_grad for parameter in self._parameters]
@@ -68,19 +68,8 @@ class GroupGradients:
 
     def discard(self) -> None:
         """Discard kept gradients, a deferred reduction, and `.grad` of the unsharded parameters."""
-        self.has_local, self.deferred, self._has_committed = False, None, False
+        self.has_local, self.deferred, self.has_committed = False, None, False
         for parameter in self._parameters:
             parameter.local_grad = None
             if parameter.unsharded is not None:
                 parameter.unsharded.grad = None
-
-    def accumulates(self) -> bool:
-        """Return True if the next commit adds to a `.grad` that exists, which must be the same on all ranks.
-
-        After a failed step this may differ between ranks, so the result is False until the next commit.
-        """
-        return self._has_committed and self._parameters[0].sharded.grad is not None
-
-    def note_committed(self) -> None:
-        """Record that gradients were committed."""
-        self._has_committed = True

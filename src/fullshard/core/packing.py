@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +32,13 @@ class ReductionPlan:
     layout: GroupLayout
     numel: int  # elements per rank of the packed input
     packed: list[Segment]  # segments of the packed input
-    plain: tuple[int, ...] | None  # indices of the packed parameters, if there are no gaps and no `blocks`
+    # Picks what is packed, in order, from the gradients and `gaps`; None if there are `blocks`.
+    pick: Callable[[Sequence[Any]], Sequence[Tensor]] | None
+    gaps: list[Tensor]  # inputs of the gaps, (ranks, size) zeros in the compute dtype
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
     computed: torch.dtype  # dtype of the zeros to send if this rank has no gradient of the group
-    zeros: dict[int, Tensor]  # for each size of a gap, its input: (ranks, size) zeros in the compute dtype
     # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:
     # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
@@ -64,23 +68,32 @@ class ReductionPlan:
         """
         found = layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
         segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
-        gaps = {segment.size for segment in segments if segment.parameter < 0}
+        sizes = [segment.size for segment in segments if segment.parameter < 0]
         places = (layout if shard_layout is None else shard_layout).offsets
         blocks = frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter))
+        gap = itertools.count(len(shapes))
+        order = [one.parameter if one.parameter >= 0 else next(gap) for one in segments]
         return cls(
             layout=layout,
             numel=0 if found.packed is None else found.packed.size,
             packed=segments,
-            plain=None if gaps or blocks else tuple(segment.parameter for segment in segments),
+            pick=None if blocks else _picker(order),
+            gaps=[torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in sizes],
             direct=found.direct,
             slices=found.slices,
             blocks=blocks,
             computed=dtypes.compute,
-            zeros={size: torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in gaps},
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
             dtype=dtypes.reduced,
         )
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function of C that picks these items."""
+    if len(indices) == 1:
+        return operator.itemgetter(slice(indices[0], indices[0] + 1))
+    return operator.itemgetter(*indices) if indices else tuple
 
 
 def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
@@ -106,20 +119,23 @@ def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None
 
 def _copy_packed(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
     """Copy and cast the packed gradients into their input, (ranks, numel)."""
-    if plan.plain is not None:
-        plain = [grads[index] for index in plan.plain]
-        if len({None if grad is None else grad.dtype for grad in plain}) == 1 and plain[0] is not None:
-            return _torch.chunk_cat([grad.contiguous() for grad in plain], message)  # type: ignore[union-attr]
+    if plan.pick is not None:
+        try:
+            return _torch.chunk_cat(plan.pick([*grads, *plan.gaps]), message)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):  # a gradient is missing, or they have several dtypes
+            pass
     present = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
     dtypes = {grad.dtype for grad in present if grad is not None} or {plan.computed}
     # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first would
     # take memory for a second copy, so they are copied and cast one by one.
     if len(dtypes) > 1:
         return _copy_one_by_one(plan, grads, message)
-    (dtype,), ranks, parts = dtypes, plan.layout.ranks, list[Tensor]()
+    (dtype,), ranks, parts, gaps = dtypes, plan.layout.ranks, list[Tensor](), iter(plan.gaps)
     for segment in plan.packed:
         if segment.parameter < 0:
-            parts.append(plan.zeros[segment.size].to(dtype))
+            parts.append(next(gaps).to(dtype))
             continue
         grad, place = grads[segment.parameter], plan.layout.offsets[segment.parameter]
         if grad is None:

@@ -56,6 +56,9 @@ class ParamGroup:
         grads: gradients kept between backwards.
         divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
         installed: whether the unsharded parameters are registered on the modules.
+        has_hooks: whether a parameter has user hooks, which run when its gradient is committed.
+        frozen: names of the parameters that do not require grad.
+        must_look: whether `frozen` and `has_hooks` may be out of date.
         writes: number of writes to the shards that were noted since no counter of torch shows them.
         slots: the places of the parameters; None to look for them at the next `install`.
     """
@@ -103,7 +106,10 @@ class ParamGroup:
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
         self.slots: _Slots | None = None
-        self._trainable: list[bool] = []  # `requires_grad` of each parameter at the last `install`
+        # What `look` found; it is due again once one of them was changed.
+        self.must_look, self.has_hooks = True, False
+        self.frozen: list[str] = []
+        self._trainable: list[bool] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
@@ -191,6 +197,7 @@ class ParamGroup:
 
     def count_anew(self) -> None:
         """Find the counters of writes again, after the memory or the wrapper of a parameter was replaced."""
+        self.must_look = True  # a wrapper may have got hooks with it
         before, were_shared = self.version(), self._are_shared
         counters, self._are_shared = version_counters(self._sharded)
         self._counters = [self.shard, *counters]
@@ -211,15 +218,21 @@ class ParamGroup:
     @property
     def trainable(self) -> bool:
         """True if any parameter requires grad."""
-        for parameter in self.parameters:
-            if parameter.sharded.requires_grad:
-                return True
-        return False
+        if self.must_look:
+            self.look()
+        return len(self.frozen) < len(self.parameters)
 
-    @property
-    def has_hooks(self) -> bool:
-        """True if a parameter has user hooks, which run when its gradient is committed."""
-        return _torch.have_reduction_hooks([parameter.sharded for parameter in self.parameters])
+    def look(self) -> None:
+        """Find out what users changed on the sharded parameters: `requires_grad`, and hooks on gradients."""
+        self._trainable = [*map(_is_trainable, self._sharded)]
+        self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
+        self.has_hooks = _torch.have_reduction_hooks(self._sharded)
+        self.must_look = not _torch.HONOURS_SUBCLASSES  # which note each change from now on
+        if self.installed:
+            return  # the modules have the unsharded parameters, whose `requires_grad` counts
+        for unsharded, trainable in zip(self._unsharded, self._trainable):
+            if unsharded.requires_grad is not trainable:
+                unsharded.requires_grad_(trainable)
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -257,10 +270,10 @@ class ParamGroup:
         slots = self.slots
         if slots is None:
             slots = self.slots = _Slots(self.parameters)
-        self._trainable = [*map(_is_trainable, self._sharded)]
+        if self.must_look:
+            self.look()
         if (
             slots.are_plain
-            and self._trainable == [*map(_is_trainable, self._unsharded)]
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
             and all(map(operator.is_, map(_torch.local_tensor, self._sharded), map(_local, self.parameters)))
         ):
@@ -268,11 +281,9 @@ class ParamGroup:
             self.installed = True
             return
         self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
-        for parameter, trainable in zip(self.parameters, self._trainable):
+        for parameter in self.parameters:
             unsharded, sharded = parameter.unsharded, parameter.sharded
             assert unsharded is not None
-            if unsharded.requires_grad is not trainable:
-                unsharded.requires_grad_(trainable)
             moved = _torch.local_tensor(sharded) is not parameter.local  # type: ignore[arg-type]
             for slot in parameter.slots:
                 if moved or slot.content is not sharded:
@@ -451,6 +462,7 @@ class ParamGroup:
     def note_unsharded(self) -> None:
         """Record the unsharded parameters, which were created or dropped."""
         self._unsharded, self.slots = [p.unsharded for p in self.parameters if p.unsharded is not None], None
+        self.must_look = True
 
     def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
         """All-gather into memory of its own, and return one tensor per parameter. Collective.

@@ -96,20 +96,21 @@ class GradientReducer:
         self.in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._commit_early(self._hooked.popleft())
-        merged = group.grads.merge(grads)
-        self.merged = self.merged or merged is not grads
+        merged = grads
+        if group.grads.has_local:
+            merged = group.grads.merge(grads)
+            self.merged = self.merged or merged is not grads
         defer = not unit.options.reduce.all_reduce if last else unit.options.defers
         reduction = Reduction(group, merged, unit.options.reduce, defer=defer)
         grads.clear()
-        frozen = [p.name for p in group.parameters if not p.sharded.requires_grad]
         # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
         # hooks, whether `.grad` exists is no such fact: hooks that run an optimizer step and clear `.grad` may run in another
         # order on each rank.
         action = "reduction"
-        if group.grads.accumulates() and not reduction.has_hooks:
+        if group.grads.has_committed and not reduction.has_hooks and group.parameters[0].sharded.grad is not None:
             action = "reduction, added to the gradients that are there"
-        if frozen:
-            action = f"{action}, without {', '.join(frozen)}"
+        if group.frozen:
+            action = f"{action}, without {', '.join(group.frozen)}"
         divide = unit.options.reduce.divide
         if divide is not None:
             action = f"{action}, divided by {divide}"
@@ -348,9 +349,9 @@ class GradientReducer:
         on_host = self._communicator.async_device is None
         for reduction in reductions:
             reduction.wait_for_gradient(collectives_on_host=on_host)
-            anywhere = used.get(id(reduction), [True] * len(reduction.used))
+            anywhere = used.get(id(reduction)) or [True] * len(reduction.used)
             if anywhere[0] or reduction.used[0]:
-                reduction.group.grads.note_committed()
+                reduction.group.grads.has_committed = True
             if reduction.prepare_commit(anywhere):
                 decided.append(reduction)
         self._heartbeats.release(sent)

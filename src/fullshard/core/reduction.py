@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,28 +78,6 @@ class ReductionFactors:
         )
 
 
-class Stage(str, enum.Enum):
-    """Stage of a reduction. On an accelerator the stage is that of the queued work, which the device may not have run yet."""
-
-    PACKED = "packed"
-    SUMMED = "summed over shards"
-    ABSORBED = "part of a later sum"
-    REDUCED = "reduced"
-    COMMITTED = "committed"
-
-
-MOVES = {
-    (Stage.PACKED, Stage.SUMMED): "the reduce-scatter has completed",
-    (Stage.SUMMED, Stage.REDUCED): "the reduction over replicas and the caller's hook have completed, if there are any",
-    (Stage.SUMMED, Stage.ABSORBED): "the reduction over replicas was deferred, and a later one adds this sum to its own",
-    (Stage.REDUCED, Stage.COMMITTED): "the backward ends, or hooks on parameters need the gradients now",
-    (
-        Stage.COMMITTED,
-        Stage.COMMITTED,
-    ): "another rank used a parameter that this rank did not use",
-}
-
-
 class Reduction:
     """One reduction of the gradients of a group.
 
@@ -116,11 +93,8 @@ class Reduction:
     There are slices only if collectives run in order on their stream, else these gradients are packed. With a factor before the
     reduction (float16), direct gradients are copied as well, since a hook in the graph may have kept them.
 
-        PACKED     the gradients are copied, or will be in `start`
-        SUMMED     after the reduction over shards
-        ABSORBED   part of a later reduction's sum, since its reduction over replicas was deferred: the end
-        REDUCED    after the reduction over replicas and the caller's hook; cast to the grad dtype, copied to host memory
-        COMMITTED  a commit was made of the gradients, which sets `.grad`
+    `finish` and `finish_replicated` end the collectives: they add a sum whose reduction over replicas was deferred, call the
+    caller's hook, cast to the grad dtype, and copy to host memory. A commit sets `.grad`.
 
     If the flat shard is divided over the replicas as well (`ParamGroup.two_hops`), a reduce-scatter takes the place of the
     all-reduce over replicas. Every parameter takes part, with zeros if this rank has no gradient.
@@ -128,7 +102,8 @@ class Reduction:
     Attributes:
         group: the parameter group.
         factors: scale factors, and the steps after the reduce-scatter.
-        stage: the stage; only the moves in MOVES are legal.
+        reduced: whether the last collective has ended. On an accelerator it is queued, and the device may not have run it yet.
+        committed: whether a commit was made of it, which sets `.grad`.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
         used: for each parameter, whether this rank has a gradient, of this backward or in the deferred sum that is added.
     """
@@ -154,7 +129,9 @@ class Reduction:
         if known is None or known[0] is not options or known[1] is not defer:
             known = group.factors = options, defer, ReductionFactors.of(group, options, defer=defer)
         self.factors: ReductionFactors = known[2]
-        self.stage = Stage.PACKED
+        self.reduced = self.committed = False
+        if group.must_look:
+            group.look()
         self.has_hooks = group.has_hooks
         self.used: list[bool] = []
         # For each parameter, whether `prepare_commit` has returned its gradient; None before the first commit.
@@ -209,17 +186,6 @@ class Reduction:
             home, pinned = group.storage.home, group.storage.pinned
             self._host = memory.empty(numel, "host", dtype=grad_dtype, device=home, pinned=pinned)
 
-    def _move(self, to: Stage) -> None:
-        if (self.stage, to) not in MOVES:
-            name = self.group.parameters[0].unit_name.name
-            raise InternalError(f"A reduction of unit '{name}' cannot become {to.value}: it is {self.stage.value}.")
-        self.stage = to
-
-    @property
-    def committed(self) -> bool:
-        """True once a commit was made of it, which sets `.grad`."""
-        return self.stage is Stage.COMMITTED
-
     # --- on the streams of the collectives ---
 
     def start(self) -> StartedWork:
@@ -257,9 +223,9 @@ class Reduction:
 
     def finish(self) -> None:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
-        self._move(Stage.SUMMED)
         if self._earlier is not None:
-            self._earlier.add_to(self._reduced_shard)
+            # Both ran on this stream, in order (on the CPU, they are waited for in order), so that sum is complete.
+            self._reduced_shard.add_(self._earlier.total)
         if not (self.factors.has_second_step or self.factors.deferred):
             self._cast_and_offload()
 
@@ -267,12 +233,6 @@ class Reduction:
     def total(self) -> Tensor:
         """The reduce-scatter output, (shard_numel,)."""
         return self._reduced_shard
-
-    def add_to(self, total: Tensor) -> None:
-        """Add this sum to the output of a later reduction."""
-        # Both run on the reduce-scatter stream, in order (on the CPU, they are waited for in order), so this sum is complete.
-        self._move(Stage.ABSORBED)
-        total.add_(self._reduced_shard)
 
     def replicate(self) -> StartedWork:
         """Start the reduction over replicas: an all-reduce or, in two hops, a reduce-scatter."""
@@ -299,7 +259,7 @@ class Reduction:
 
     def _cast_and_offload(self) -> None:
         """Scale the sum, cast it to the grad dtype, and with CPU offload copy it to host memory."""
-        self._move(Stage.REDUCED)
+        self.reduced = True
         if self.factors.last != 1.0:
             self._sum.mul_(self.factors.last)
         if self._flat is not self._sum:
@@ -321,7 +281,7 @@ class Reduction:
         # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
         self._inputs, self._flat_grads, self._earlier = [], {}, None
         if not self.factors.has_second_step:
-            self.release_reduced_shard()
+            self._reduced_shard = self._sum = self._flat
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
@@ -336,7 +296,7 @@ class Reduction:
                 stream may be another one than in an earlier wait, so it must wait as well.
         """
         assert self._work is not None
-        if not collectives_on_host or self.stage in (Stage.PACKED, Stage.SUMMED):
+        if not collectives_on_host or not self.reduced:
             self._work.wait()
         if self._host is not None:
             self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host
@@ -359,8 +319,11 @@ class Reduction:
         wanted = due if given is None else [now and not then for now, then in zip(due, given)]
         if given is not None and not any(wanted):
             return False
-        self._move(Stage.COMMITTED)
-        self._committed, self._gradients = due, None
+        if not self.reduced:
+            raise InternalError(
+                f"Gradients of unit '{self.group.parameters[0].unit_name.name}' are set before they are reduced."
+            )
+        self._committed, self._gradients, self.committed = due, None, True
         if self.has_hooks or not all(wanted):
             parts = zip(self.group.parameters, self.group.reduction.views, wanted)
             self._gradients = [_hooked(p, self._flat.as_strided(*view)) if is_due else None for p, view, is_due in parts]
@@ -488,4 +451,4 @@ def commit_all(reductions: Sequence[Reduction]) -> None:
             one.run_post_grad_hooks()
 
 
-__all__ = ["MOVES", "ReduceHook", "ReduceOptions", "Reduction", "ReductionFactors", "Stage", "commit_all", "flat_gradient"]
+__all__ = ["ReduceHook", "ReduceOptions", "Reduction", "ReductionFactors", "commit_all", "flat_gradient"]

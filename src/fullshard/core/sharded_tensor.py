@@ -99,6 +99,30 @@ class ShardedDTensor(DTensor):
         else:
             logical.assign(value)
 
+    # What changes how the parameter is reduced is noted for its group, which then looks.
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+        _note_change(self)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined, assignment]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set `requires_grad`, in place."""
+        super().requires_grad_(requires_grad)
+        _note_change(self)
+        return self
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Register a hook on the gradient, as of a tensor."""
+        _note_change(self)
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Register a hook that runs when `.grad` is set, as of a tensor."""
+        _note_change(self)
+        return super().register_post_accumulate_grad_hook(hook)
+
     def detach(self) -> Any:
         """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # torch's raises there
@@ -142,6 +166,13 @@ def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     return made
 
 
+def _note_change(tensor: Tensor) -> None:
+    logical = parameter_of(tensor)
+    group = None if logical is None else logical.group()
+    if group is not None:
+        group.must_look = True
+
+
 def _set_class(tensor: Any, cls: type[DTensor]) -> None:
     tensor.__class__ = cls
 
@@ -162,6 +193,7 @@ def restore_subclass() -> None:
         tensor = switched.pop()
         if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
             _set_class(tensor, ShardedDTensor)
+            _note_change(tensor)  # nothing was noted in between
 
 
 # Per thread: every forward calls `restore_subclass`, also while an optimizer steps in another thread.
