@@ -53,8 +53,8 @@ def test_a_unit_is_attached_while_its_modules_are_at_their_place_though_others_h
     model = shard_stack(Stack(), world.mesh)
     square(model(batch(0))).backward()
     held, unit = model.blocks[1], unit_of(model.blocks[1])
-    assert unit is not None and unit.place.are_attached(unit)
+    assert unit is not None and unit.place.are_attached()
     model.blocks[1] = nn.Identity()
-    assert not unit.place.are_attached(unit)
+    assert not unit.place.are_attached()
     model.blocks[1] = held
-    assert unit.place.are_attached(unit)
+    assert unit.place.are_attached()

@@ -26,8 +26,8 @@ def staging_before_the_wait(group: Any, *arguments: Any, gather: Any = ParamGrou
 
 
 def memory_without_a_wait(in_flight: Any) -> None:
-    while in_flight._entries:
-        in_flight._entries.popleft()[1]()
+    while in_flight.entries:
+        in_flight.entries.popleft()[1]()
 
 
 def messages_as_they_are_sent(reduction: Any, work: Any, sent: Any = Reduction.note_started) -> None:

@@ -107,14 +107,31 @@ def turned_into_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
-def set_gradients(gradients: Iterable[tuple[Tensor, Tensor, Tensor, DTensorSpec, str]], mark: object) -> None:
-    """Set `.grad` of each parameter to `dtensor_like(origin, local, spec)`, with `mark`, one of all, as its attribute `key`.
+def set_gradients(
+    parameters: Iterable[Tensor],
+    flat: Tensor,
+    views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]],
+    origins: Iterable[Tensor | None],
+    specs: Iterable[DTensorSpec],
+    keys: Iterable[str],
+    mark: object,
+) -> None:
+    """Set `.grad` of each sharded parameter to a part of `flat`, as a DTensor.
 
-    `gradients`: (parameter, origin, local, spec, key) of each.
+    Args:
+        parameters: the sharded parameters.
+        flat: the flat gradient, 1-D.
+        views: (shape, strides, offset) of each part.
+        origins: a tensor like each part at the start of a storage, see `dtensor_like`; None for the part itself.
+        specs: the spec of each gradient.
+        keys: the name of an attribute that each gradient gets, with the value `mark`.
+        mark: equal for all gradients of one reduction.
     """
     # `dtensor_like` is inlined: this loop runs for every parameter in every backward.
-    for parameter, origin, local, spec, key in gradients:
-        made = DTensor.__new__(DTensor, origin, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+    for parameter, view, origin, spec, key in zip(parameters, views, origins, specs, keys):
+        local = flat.as_strided(*view)
+        like = local if origin is None else origin
+        made = DTensor.__new__(DTensor, like, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
         made._local_tensor = local
         made.__dict__[key] = mark
         parameter.grad = made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +33,11 @@ def persists(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dict that `module.name` reads for submodules."""
-    # Private: `_modules`. `named_children()` skips None and duplicates, and cannot replace a submodule.
-    return module._modules
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = operator.attrgetter("_modules")
+"""Return the dict that `module.name` reads for submodules.
+
+Private: `_modules`. `named_children()` skips None and duplicates, and cannot replace a submodule.
+"""
 
 
 def makes_parameter() -> bool:

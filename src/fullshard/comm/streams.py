@@ -223,14 +223,14 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[tuple[Work, Callable[[], None], bool]] = deque()  # (work, on_done, polled), oldest first
+        self.entries: deque[tuple[Work, Callable[[], None], bool]] = deque()  # (work, on_done, polled), oldest first
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def make_room(self, limit: int) -> None:
         """Wait for the oldest entries, and release them, until fewer than `limit` are left."""
-        while len(self._entries) >= limit:
+        while len(self.entries) >= limit:
             self._leave()
 
     def push(self, work: Work, on_done: Callable[[], None], *, polled: bool = True) -> None:
@@ -242,11 +242,11 @@ class InFlight:
             polled: allow `poll` to release the entry once its work completes. That moment differs between ranks, so it must be
                 False if `on_done` starts a collective.
         """
-        self._entries.append((work, on_done, polled))
+        self.entries.append((work, on_done, polled))
 
     def poll(self) -> None:
         """Release the oldest entries whose work has completed."""
-        while self._entries and self._entries[0][2] and self._entries[0][0].done():
+        while self.entries and self.entries[0][2] and self.entries[0][0].done():
             self._leave()
 
     def drain(self) -> None:
@@ -255,11 +255,11 @@ class InFlight:
 
     def drain_quietly(self) -> None:
         """Wait for all entries and ignore their errors, since the step is being aborted."""
-        while self._entries:
+        while self.entries:
             with suppress(Exception):
                 self._leave()
 
     def _leave(self) -> None:
-        work, on_done, _ = self._entries.popleft()  # first: if the wait raises, `drain_quietly` must not repeat it
+        work, on_done, _ = self.entries.popleft()  # first: if the wait raises, `drain_quietly` must not repeat it
         work.wait()
         on_done()

@@ -88,11 +88,6 @@ class ObservedCollectives:
         self._counter.record("heartbeat", [tensor], self.ranks)
         return self.inner.all_reduce_max(tensor)
 
-    @property
-    def observes(self) -> bool:
-        """True while somebody counts messages, or torch's profiler is active. Otherwise `inner` may be used directly."""
-        return bool(self._counter.listeners) or _torch.profiling()
-
     def observed(self, kind: str, begin: Callable[[], StartedWork], fulls: Sequence[Tensor]) -> StartedWork:
         """Start a collective, and report it. `fulls`: the buffers with all ranks' chunks."""
         self._counter.record(kind, fulls, self.ranks)

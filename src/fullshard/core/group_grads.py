@@ -27,8 +27,8 @@ class GroupGradients:
     Attributes:
         has_local: whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this
             group on this rank.
-        has_committed: whether a commit was made since gradients were last discarded. Only then does the log say whether the next
-            commit adds to `.grad`, which may differ between ranks after a failed step.
+        has_committed: whether a commit was made since gradients were last discarded. Only then does the log say whether the
+            next commit adds to `.grad`, which may differ between ranks after a failed step.
         deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 

@@ -109,7 +109,10 @@ class Heartbeat:
     @property
     def must_be_read(self) -> bool:
         """True if this rank must know which parameters other ranks used, before it sets `.grad`."""
-        return any(reduction.asks_others for reduction in self.reductions)
+        for reduction in self.reductions:
+            if reduction.is_partial and reduction.asks_others:
+                return True
+        return False
 
     def is_desynced(self) -> bool:
         """Return True if the logs of the ranks differ. The host must have waited for the heartbeat."""

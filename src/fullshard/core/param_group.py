@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _is_trainable: Callable[[Any], bool] = operator.attrgetter("requires_grad")
+_grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
 _local: Callable[[ShardedParameter], Tensor] = operator.attrgetter("local")
 
 
@@ -42,6 +44,7 @@ class ParamGroup:
     Attributes:
         flat: whether the shards are parts of a flat shard. Groups of another kind (`register_group`) have one parameter each.
         parameters: the sharded parameters, in the order of `layout.offsets`.
+        sharded: their DTensors.
         fingerprints: hashes of the group's collectives for the collective log.
         dtypes: dtypes of storage, computation, reductions, kept gradients and `.grad`.
         collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
@@ -102,7 +105,7 @@ class ParamGroup:
         self.writes = 0
         self._counters: list[Tensor] = []  # tensors whose version counters show the other writes
         self._are_shared = True  # no wrapper has a counter of its own
-        self._sharded = [parameter.sharded for parameter in parameters]
+        self.sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
         self.slots: _Slots | None = None
@@ -199,7 +202,7 @@ class ParamGroup:
         """Find the counters of writes again, after the memory or the wrapper of a parameter was replaced."""
         self.must_look = True  # a wrapper may have got hooks with it
         before, were_shared = self.version(), self._are_shared
-        counters, self._are_shared = version_counters(self._sharded)
+        counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
         if not were_shared:  # a wrapper took its own counter with it: the version must not return to an old value
@@ -224,9 +227,9 @@ class ParamGroup:
 
     def look(self) -> None:
         """Find out what users changed on the sharded parameters: `requires_grad`, and hooks on gradients."""
-        self._trainable = [*map(_is_trainable, self._sharded)]
+        self._trainable = [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
-        self.has_hooks = _torch.have_reduction_hooks(self._sharded)
+        self.has_hooks = _torch.have_reduction_hooks(self.sharded)
         self.must_look = not _torch.HONOURS_SUBCLASSES  # which note each change from now on
         if self.installed:
             return  # the modules have the unsharded parameters, whose `requires_grad` counts
@@ -275,7 +278,7 @@ class ParamGroup:
         if (
             slots.are_plain
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
-            and all(map(operator.is_, map(_torch.local_tensor, self._sharded), map(_local, self.parameters)))
+            and all(map(operator.is_, map(_torch.local_tensor, self.sharded), map(_local, self.parameters)))
         ):
             deque(map(dict.__setitem__, slots.held, slots.names, slots.unsharded), maxlen=0)
             self.installed = True
@@ -576,18 +579,14 @@ class ParamGroup:
 
     def take_gradients(self) -> list[Tensor | None] | None:
         """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
-        grads: list[Tensor | None] = []
-        found = False
-        for unsharded in self._unsharded:
-            grad = unsharded.grad
+        grads: list[Tensor | None] = [*map(_grad, self._unsharded)]
+        if not any(map(operator.is_not, grads, repeat(None))):
+            return None
+        for index, (unsharded, grad) in enumerate(zip(self._unsharded, grads)):
             if grad is not None:
                 if grad.layout is not torch.strided:
-                    raise self._sparse_error(len(grads), grad)
+                    raise self._sparse_error(index, grad)
                 unsharded.grad = None
-                found = True
-            grads.append(grad)
-        if not found:
-            return None
         if self._is_plain:
             return grads
         pairs = zip(self.parameters, grads)

@@ -93,7 +93,8 @@ class GradientReducer:
             self._keeping[unit.number] = unit
             return
         limit = unit.options.comm.reductions_in_flight
-        self.in_flight.make_room(limit)
+        if len(self.in_flight.entries) >= limit:
+            self.in_flight.make_room(limit)
         while len(self._hooked) >= limit:
             self._commit_early(self._hooked.popleft())
         merged = grads
@@ -348,7 +349,12 @@ class GradientReducer:
         decided: list[Reduction] = []
         on_host = self._communicator.async_device is None
         for reduction in reductions:
-            reduction.wait_for_gradient(collectives_on_host=on_host)
+            if not (on_host and reduction.ready):
+                reduction.wait_for_gradient(collectives_on_host=on_host)
+            if not (reduction.is_partial or reduction.has_hooks):
+                reduction.group.grads.has_committed = reduction.committed = True
+                decided.append(reduction)
+                continue
             anywhere = used.get(id(reduction)) or [True] * len(reduction.used)
             if anywhere[0] or reduction.used[0]:
                 reduction.group.grads.has_committed = True

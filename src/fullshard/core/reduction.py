@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from math import ceil, log2, prod
 from typing import Any
 
@@ -21,6 +23,10 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.errors import InternalError
 
 ReduceHook = Callable[[Tensor], None]
+
+_grad: Callable[[Any], Any] = operator.attrgetter("grad")
+_local: Callable[[Any], Tensor] = operator.attrgetter("local")
+_spec: Callable[[Any], Any] = operator.attrgetter("spec")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,9 @@ class Reduction:
     Attributes:
         group: the parameter group.
         factors: scale factors, and the steps after the reduce-scatter.
+        is_partial: whether this rank used some of the parameters only.
         reduced: whether the last collective has ended. On an accelerator it is queued, and the device may not have run it yet.
+        ready: whether the flat gradient is where the shards are, as far as this rank's streams order it.
         committed: whether a commit was made of it, which sets `.grad`.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
         used: for each parameter, whether this rank has a gradient, of this backward or in the deferred sum that is added.
@@ -129,11 +137,10 @@ class Reduction:
         if known is None or known[0] is not options or known[1] is not defer:
             known = group.factors = options, defer, ReductionFactors.of(group, options, defer=defer)
         self.factors: ReductionFactors = known[2]
-        self.reduced = self.committed = False
+        self.reduced = self.ready = self.committed = False
         if group.must_look:
             group.look()
         self.has_hooks = group.has_hooks
-        self.used: list[bool] = []
         # For each parameter, whether `prepare_commit` has returned its gradient; None before the first commit.
         self._committed: list[bool] | None = None
         # If a parameter has hooks or gets no gradient: the gradients to commit, as the hooks returned them, None for a
@@ -142,12 +149,12 @@ class Reduction:
         # The last work of this reduction: the all-reduce over replicas, else the reduce-scatter.
         self._work: Work | None = None
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
-        for grad in grads:
-            self.used.append(grad is not None)
+        self.used = [*map(operator.is_not, grads, repeat(None))]
         # An earlier reduction whose all-reduce over replicas was deferred; its sum is added to this one.
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
+        self.is_partial = not all(self.used)
         memory, custom = group.storage.memory, group.collectives.reduce.reduce_memory  # such as symmetric memory
         # (input, output) pairs of the second of two hops.
         self._scattered: list[tuple[Tensor, Tensor]] = []
@@ -196,7 +203,8 @@ class Reduction:
             return StartedWork()
         inputs, outputs = zip(*self._inputs)
         collectives = self.group.collectives.reduce
-        reduce_scatter = collectives.reduce_scatter if collectives.observes else collectives.inner.reduce_scatter
+        is_observed = self.group.collectives.traffic.listeners or _torch.profiling()
+        reduce_scatter = collectives.reduce_scatter if is_observed else collectives.inner.reduce_scatter
         return reduce_scatter(outputs, inputs, self.factors.scale)
 
     def _start_slices(self) -> StartedWork:
@@ -226,7 +234,11 @@ class Reduction:
         if self._earlier is not None:
             # Both ran on this stream, in order (on the CPU, they are waited for in order), so that sum is complete.
             self._reduced_shard.add_(self._earlier.total)
-        if not (self.factors.has_second_step or self.factors.deferred):
+        if self.factors.has_second_step or self.factors.deferred:
+            return
+        if self._flat is self._sum and self._host is None and self.factors.last == 1.0:
+            self.reduced = self.ready = True
+        else:
             self._cast_and_offload()
 
     @property
@@ -259,7 +271,7 @@ class Reduction:
 
     def _cast_and_offload(self) -> None:
         """Scale the sum, cast it to the grad dtype, and with CPU offload copy it to host memory."""
-        self.reduced = True
+        self.reduced, self.ready = True, self._host is None
         if self.factors.last != 1.0:
             self._sum.mul_(self.factors.last)
         if self._flat is not self._sum:
@@ -332,9 +344,9 @@ class Reduction:
     def commit(self) -> None:
         """Set `.grad` of the parameters to parts of the flat gradient, or add to the existing gradients.
 
-        Parts get a mark, (layout, flat gradient), as an attribute: gradients of a group that share one are parts of one flat
-        gradient (`flat_gradient`). The name of the attribute differs from parameter to parameter, so a gradient that the
-        caller moved to another parameter has no mark there.
+        Where no parameter has a gradient, parts get a mark, (layout, flat gradient), as an attribute: gradients of a group that
+        share one are parts of one flat gradient (`flat_gradient`). The name of the attribute differs from parameter to
+        parameter, so a gradient that the caller moved to another parameter has no mark there.
         """
         group, flat = self.group, self._flat
         if self._gradients is not None:
@@ -345,21 +357,25 @@ class Reduction:
                 elif gradient is not None:
                     parameter.sharded.grad = gradient
             return
+        plan, same_dtype = group.reduction, flat.dtype == group.dtypes.storage
+        mark = plan.views, flat
+        if not any(map(operator.is_not, map(_grad, group.sharded), repeat(None))):
+            origins: Iterable[Tensor | None] = map(_local, group.parameters)
+            specs: Iterable[Any] = map(_spec, group.parameters)
+            if not same_dtype:
+                origins, specs = repeat(None), [p.sharding.spec(flat.dtype) for p in group.parameters]
+            _torch.set_gradients(group.sharded, flat, plan.views, origins, specs, plan.keys, mark)
+            return
         total = flat_gradient(group)
         if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
             total.add_(flat)
             return
-        plan, same_dtype = group.reduction, flat.dtype == group.dtypes.storage
-        new: list[Any] = []  # arguments of set_gradients, for parameters without a gradient
-        for parameter, key, view in zip(group.parameters, plan.keys, plan.views):
-            sharded, local = parameter.sharded, flat.as_strided(*view)
-            if sharded.grad is not None:
-                _add(sharded.grad, parameter.dtensor_like_shard(local))
-            elif same_dtype:
-                new.append((sharded, parameter.local, local, parameter.spec, key))
+        for parameter, view in zip(group.parameters, plan.views):
+            new, grad = parameter.dtensor_like_shard(flat.as_strided(*view)), parameter.sharded.grad
+            if grad is None:
+                parameter.sharded.grad = new
             else:
-                new.append((sharded, local, local, parameter.sharding.spec(flat.dtype), key))
-        _torch.set_gradients(new, (plan.views, flat))
+                _add(grad, new)
 
     def discard_gradients(self) -> str:
         """Set `.grad` of all parameters of the group to None, and return the name of their unit."""
@@ -377,8 +393,6 @@ class Reduction:
     @property
     def asks_others(self) -> bool:
         """True if a trainable parameter without `.grad` was not used here: it gets one only if another rank used it."""
-        if all(self.used):
-            return False
         parameters = zip(self.used, self.group.parameters)
         return any(not used and p.requires_grad and p.sharded.grad is None for used, p in parameters)
 

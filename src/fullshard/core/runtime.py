@@ -82,7 +82,7 @@ class Runtime:
 
     def __init__(self, communicator: Communicator, memory: Memory = MEMORY) -> None:
         self.communicator, self.memory = communicator, memory
-        self.scheduler = Scheduler(self._can_prefetch)
+        self.scheduler = Scheduler()
         self.listeners: list[Listener] = []
         self.reducer = GradientReducer(self.communicator, self.listeners)
         self.backward = RunningBackward(self._backward_raised)
@@ -112,7 +112,7 @@ class Runtime:
         number = next(self._numbers)
         self._units[number] = weakref.ref(unit)
         weakref.finalize(unit, self._deleted.append, number)
-        return self.scheduler.register(number, unit.options)
+        return self.scheduler.register(number, unit.options, unit.place.are_attached)
 
     def unregister(self, unit: Unit) -> None:
         """Remove a unit that was taken off its modules."""
@@ -144,12 +144,6 @@ class Runtime:
         self.update_timeouts()
         for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
             self.reducer.track(work, group.free_unsharded)
-
-    def _can_prefetch(self, number: int) -> bool:
-        """Return True if the unit is still at its place in the model."""
-        reference = self._units.get(number)
-        unit = None if reference is None else reference()
-        return unit is not None and unit.place.are_attached(unit)
 
     def update_timeouts(self, *more: CheckPolicy) -> None:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""

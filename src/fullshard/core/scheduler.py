@@ -124,12 +124,17 @@ class ScheduleOptions(Protocol):
         """`prefetch_bytes` of it: the budget of prefetching while the unit computes. None means one unit."""
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class UnitRecord:
     """The scheduler's view of one unit. Only the scheduler changes `residency`."""
 
     number: int
     options: ScheduleOptions
+    is_attached: Callable[[], bool] = _always
 
     # When to reshard after forward, and whether to reshard after backward: from `options`.
     policy: KeepAfterForward = field(init=False)
@@ -273,10 +278,6 @@ class Stats:
 # --- the scheduler ---
 
 
-def _always(unit: int) -> bool:
-    return True
-
-
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
@@ -297,13 +298,11 @@ class Scheduler:
         stats: counts of all-gathers.
     """
 
-    def __init__(self, can_prefetch: Callable[[int], bool] = _always) -> None:
-        """`can_prefetch`: returns True if a unit may be prefetched, with the same answer on all ranks."""
+    def __init__(self) -> None:
         self.clock = 0
         self.running: list[ForwardCall] = []
         self.stats = Stats()
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
-        self._can_prefetch = can_prefetch
         self._records: dict[int, UnitRecord] = {}
 
         # Outermost forwards begun, backwards begun and backwards ended so far: the number of the current phase.
@@ -331,9 +330,16 @@ class Scheduler:
 
     # --- units ---
 
-    def register(self, unit: int, options: ScheduleOptions) -> UnitRecord:
-        """Add a unit and return its record."""
-        record = self._records[unit] = UnitRecord(unit, options)
+    def register(self, unit: int, options: ScheduleOptions, is_attached: Callable[[], bool] = _always) -> UnitRecord:
+        """Add a unit and return its record.
+
+        Args:
+            unit: its number.
+            options: its options.
+            is_attached: returns True while the unit is in its place in the model, with the same answer on all ranks. Only then
+                is it prefetched.
+        """
+        record = self._records[unit] = UnitRecord(unit, options, is_attached)
         return record
 
     def unregister(self, unit: int) -> None:
@@ -744,15 +750,17 @@ class Scheduler:
         budget = record.options.comm.prefetch_bytes  # None: one unit
         for unit in expected if by_user is None else by_user:
             other = self._records.get(unit)
-            if other is None or not self._can_prefetch(unit):
+            if other is None or not other.is_attached():
                 continue
             is_over = len(self._prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
             if by_user is None and is_over:
                 break
             if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
                 self._prefetched[unit] = self._phase
-                actions.append(self._start_unshard(other))
+                other.residency = Residency.GATHERING
+                actions.append(Unshard(unit))
         self.stats.prefetched += len(actions)
+        self.stats.gathers += len(actions)
         return actions
 
     def _prefetched_bytes(self) -> int:

@@ -227,7 +227,7 @@ class Unit:
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
                 group.invalidate_autograd()
-        if len(runtime.reducer.in_flight):  # of a backward without end, or of a model that was deleted
+        if runtime.reducer.in_flight.entries:  # of a backward without end, or of a model that was deleted
             runtime.reducer.poll()
         return ended.call if grad else None
 

@@ -53,20 +53,24 @@ class UnitModules:
             assert child is not None
             root = child
 
-    def are_attached(self, unit: object) -> bool:
-        """Return True if the modules are still at their path in the model. `unit` is the unit of these modules.
+    def are_attached(self) -> bool:
+        """Return True if the modules are still at their path in the model.
 
         Whether a module is alive may differ between ranks, since one rank may keep a reference to it; its place in the model
         does not. So the scheduler may depend on this.
         """
-        path = self._path
-        last = len(path) - 1
-        for index, (ref, part) in enumerate(path):
+        child: nn.Module | None = None
+        for ref, part in self._path:
             parent = ref()
-            child = None if parent is None else _torch.children_of(parent).get(part)
-            if child is None or (child.__dict__.get(UNIT) is not unit if index == last else child is not path[index + 1][0]()):
+            if parent is None or (child is not None and child is not parent):
                 return False
-        return True
+            child = _torch.children_of(parent).get(part)
+            if child is None:
+                return False
+        if child is None:
+            return True  # the outermost one
+        unit = child.__dict__.get(UNIT)
+        return unit is not None and unit.place is self
 
     def add_hook(self, module: nn.Module, handle: Any) -> None:
         """Store the handle of a hook on `module`."""
