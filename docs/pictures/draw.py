@@ -2,7 +2,7 @@
 
     python docs/pictures/draw.py        # or: make pictures
 
-What is drawn is computed without matplotlib (`schedule`, `parameter`, `gradient`, `step`) and lies in each picture as its
+What is drawn is computed without matplotlib (`schedule`, `parameter`, `step`) and lies in each picture as its
 description, by which `scripts/pages.py` finds a picture that is not of today's code.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import fullshard
-from fullshard.core import reduction
 from fullshard.core.layout import DirectRule, plan_layout
 from fullshard.core.scheduler import TRANSITIONS, Action, KeepAfterForward, Reduce, Reshard, Residency, Scheduler, Unshard, Wait
 from fullshard.foresight.picture import figure_of
@@ -183,11 +182,6 @@ def parameter() -> Drawn:
     }
 
 
-def gradient() -> Drawn:
-    """The stages of a reduction."""
-    return {"moves": [[old.value, new.value, why] for (old, new), why in reduction.MOVES.items()]}
-
-
 def _before(sizes: list[int]) -> list[int]:
     return [sum(sizes[:index]) for index in range(len(sizes))]
 
@@ -217,7 +211,7 @@ def calls() -> Drawn:
     return {"arrows": sorted(arrow for arrow in json.loads(done.stdout)["arrows"] if "_torch" not in arrow)}
 
 
-DRAWN = {"schedule": schedule, "levels": levels, "parameter": parameter, "gradient": gradient, "step": step, "calls": calls}
+DRAWN = {"schedule": schedule, "levels": levels, "parameter": parameter, "step": step, "calls": calls}
 
 
 # --- how ------------------------------------------------------------------------------------------------------------------
@@ -355,53 +349,6 @@ def _draw_parameter(drawn: Drawn, plt: Any) -> Any:
     return figure
 
 
-def _draw_gradient(drawn: Drawn, plt: Any) -> Any:
-    figure, axes = plt.subplots(figsize=(10, 3.8))
-    chain = [
-        "autograd's\ngradient",
-        *dict.fromkeys(state for old, new, _ in drawn["moves"] for state in (old, new)),
-        ".grad of the\nparameter",
-    ]
-    chain.remove("part of a later sum")
-    where = {state: 0.7 + 1.85 * place for place, state in enumerate(chain)}
-    where["part of a later sum"] = where["summed over shards"]
-    where["kept on\nthis rank"] = where[chain[0]]
-    rows = dict.fromkeys(where, 2.0) | {"part of a later sum": 0.6, "kept on\nthis rank": 0.6}
-    real = {state for old, new, _ in drawn["moves"] for state in (old, new)}
-    for state, x in where.items():
-        text = state.replace("summed over shards", "summed\nover shards").replace("part of a later", "part of a\nlater")
-        box = {"boxstyle": "round,pad=0.5", "facecolor": INK if state in real else COLORS[1], "edgecolor": INK}
-        axes.text(x, rows[state], text, ha="center", va="center", fontsize=9, color=PAPER, bbox=box)
-
-    def arrow(old: str, new: str, why: str, *, above: bool) -> None:
-        level = rows[old] == rows[new]
-        start = (where[old] + 0.6, rows[old]) if level else (where[old], rows[old] - 0.33)
-        end = (where[new] - 0.6, rows[new]) if level else (where[new], rows[new] + 0.33)
-        axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "->", "color": INK})
-        x, y = ((start[0] + end[0]) / 2, 2.55 if above else 2.3) if level else (where[old] + 0.12, 1.3)
-        axes.text(x, y, _wrapped(why), ha="center" if level else "left", va="center", fontsize=7, color=INK)
-
-    arrow(chain[0], "packed", "cut, padded and cast\nin one call", above=True)
-    for old, new, why in drawn["moves"]:
-        if old == new:
-            axes.annotate(
-                "",
-                xy=(where[old] + 0.2, 1.67),
-                xytext=(where[old] - 0.2, 1.67),
-                arrowprops={"arrowstyle": "->", "color": INK, "connectionstyle": "arc3,rad=1.4"},
-            )
-            axes.text(where[old], 1.15, _wrapped(why), ha="center", va="center", fontsize=7, color=INK)
-        else:
-            arrow(old, new, why, above=True)
-    arrow("committed", chain[-1], "all parameters of\nthe step, or none", above=True)
-    arrow(chain[0], "kept on\nthis rank", "accumulate(): no\ncommunication", above=False)
-    axes.set_xlim(-0.3, where[chain[-1]] + 0.9)
-    axes.set_ylim(0.1, 3.0)
-    axes.set_title("A gradient's life, from autograd to .grad (dark: the stages of a reduction)", fontsize=10)
-    axes.axis("off")
-    return figure
-
-
 def _wrapped(text: str, width: int = 24) -> str:
     import textwrap
 
@@ -472,7 +419,6 @@ def main() -> None:
         "schedule": _draw_schedule,
         "levels": _draw_levels,
         "parameter": _draw_parameter,
-        "gradient": _draw_gradient,
         "step": _draw_step,
         "calls": _draw_calls,
     }

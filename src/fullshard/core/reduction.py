@@ -310,6 +310,9 @@ class Reduction:
         assert self._work is not None
         if not collectives_on_host or not self.reduced:
             self._work.wait()
+        if not self.reduced:
+            name = self.group.parameters[0].unit_name.name
+            raise InternalError(f"Gradients of unit '{name}' are set before they are reduced.")
         if self._host is not None:
             self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host
             self._flat = self._host
@@ -331,10 +334,6 @@ class Reduction:
         wanted = due if given is None else [now and not then for now, then in zip(due, given)]
         if given is not None and not any(wanted):
             return False
-        if not self.reduced:
-            raise InternalError(
-                f"Gradients of unit '{self.group.parameters[0].unit_name.name}' are set before they are reduced."
-            )
         self._committed, self._gradients, self.committed = due, None, True
         if self.has_hooks or not all(wanted):
             parts = zip(self.group.parameters, self.group.reduction.views, wanted)
