@@ -272,7 +272,9 @@ class ExtensionGroup(ParamGroup):
                 fresh = shard.new_zeros(shard.shape)
                 fresh.copy_(rows)
         take_attributes(shard, fresh, values=False)
+        before = self.version()
         parameter.bind_to_flat_shard(fresh)
+        self.writes += before + 1 - self.version()  # the new tensor has a version counter of its own
 
     def make_unsharded(self) -> ExtensionBuffer:
         """Create the unsharded buffer. Its first all-gather makes the unsharded parameter."""
