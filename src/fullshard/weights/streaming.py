@@ -339,7 +339,7 @@ class _Bucket:
             transport = _transport(entry, self._output_dtype(entry))
             if transport == "bucket":
                 _, group = self._owners[id(entry.parameter)]
-                kinds.setdefault((id(group.collectives.whole), self._output_dtype(entry)), []).append(entry)
+                kinds.setdefault((id(group.collectives.whole.inner), self._output_dtype(entry)), []).append(entry)
             elif transport == "single":
                 self._single.append(entry)
         for (_, dtype), members in kinds.items():
