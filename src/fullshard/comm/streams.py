@@ -246,8 +246,11 @@ class InFlight:
 
     def poll(self) -> None:
         """Release the oldest entries whose work has completed."""
-        while self.entries and self.entries[0][2] and self.entries[0][0].done():
-            self._leave()
+        entries = self.entries
+        while entries and entries[0][2] and entries[0][0].done():
+            work, on_done, _ = entries.popleft()
+            work.wait()
+            on_done()
 
     def drain(self) -> None:
         """Wait for all entries."""

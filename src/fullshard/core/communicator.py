@@ -38,16 +38,18 @@ class CollectiveCall(LoggedCall):
     Attributes:
         communicator: the communicator that runs the collective.
         work: the work on the stream.
+        done: that of the work: returns True if it has completed, False also for completed work that cannot be polled.
         start: starts the collective; None once it has started, and for a collective that starts at once.
         hash: hash of all calls up to this one, from which its messages get their tag; unset if it starts at once.
     """
 
     # `Communicator.send` sets the attributes, since a constructor would cost one more Python call per collective.
 
-    __slots__ = ("communicator", "hash", "start", "work")
+    __slots__ = ("communicator", "done", "hash", "start", "work")
 
     communicator: Communicator
     work: Work
+    done: Callable[[], bool]
     start: Callable[[], StartedWork] | None
     hash: int
 
@@ -58,10 +60,6 @@ class CollectiveCall(LoggedCall):
         start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
         assert start is not None
         return start()
-
-    def done(self) -> bool:
-        """Return True if the work has completed; False also for completed work that cannot be polled."""
-        return self.work.done()
 
     def wait(self, *, block: bool = False) -> None:
         """Order the compute stream behind the work; with `block`, wait on the host as well.
@@ -303,6 +301,7 @@ class Communicator:
             self.message_tag.hash = log.hash
         try:
             sent.work = stream.run(start, finish) if after is None else stream.run(start, finish, after=after)
+            sent.done = sent.work.done
         except (StateError, torch.OutOfMemoryError):
             raise
         except RuntimeError as failure:

@@ -118,14 +118,7 @@ def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None
 
 
 def _copy_packed(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy and cast the packed gradients into their input, (ranks, numel)."""
-    if plan.pick is not None:
-        try:
-            return _torch.chunk_cat(plan.pick([*grads, *plan.gaps]), message)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError):  # a gradient is missing, or they have several dtypes
-            pass
+    """Copy and cast the packed gradients into their input, (ranks, numel), where they are no plain tensors of one dtype."""
     present = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
     dtypes = {grad.dtype for grad in present if grad is not None} or {plan.computed}
     # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first would
@@ -201,7 +194,16 @@ def pack(
         numel = layout.ranks * plan.numel
         # in place, the packed gradients are the sum already
         message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
-        _copy_packed(plan, grads, message.view(layout.ranks, -1))
+        rows = message.view(layout.ranks, -1)
+        try:  # it raises, and writes nothing, if a gradient is missing or they have several dtypes
+            if plan.pick is None:
+                _copy_packed(plan, grads, rows)
+            else:
+                _torch.chunk_cat(plan.pick([*grads, *plan.gaps]), rows)
+        except (RuntimeError, TypeError) as failure:
+            if plan.pick is None or isinstance(failure, torch.OutOfMemoryError):
+                raise
+            _copy_packed(plan, grads, rows)
         if factor != 1.0:
             message.mul_(factor)
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

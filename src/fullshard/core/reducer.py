@@ -45,6 +45,8 @@ class GradientReducer:
 
     Attributes:
         in_flight: the reduce-scatters, and the all-gathers of deleted units.
+        replicating: the reductions over replicas.
+        replicates: True once one of these was started.
         merged: True if reductions in flight contain gradients that earlier backwards kept.
         decided: the reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
     """
@@ -52,7 +54,7 @@ class GradientReducer:
     def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:
         self._communicator, self._listeners = communicator, listeners
         self.in_flight = InFlight()
-        self._replicating = InFlight()  # all-reduces over replicas
+        self.replicating = InFlight()
         self._heartbeats = Heartbeats(communicator)
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
         # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
@@ -62,13 +64,13 @@ class GradientReducer:
         # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling
         # finds them complete: a hook may start collectives, and the result of polling differs between ranks.
         self._hooked: deque[Reduction] = deque()
-        self._replicates = False  # True once an all-reduce over replicas was started
+        self.replicates = False
         self.merged = False
         self.decided: list[Reduction] | None = None
 
     def __len__(self) -> int:
         """Return the number of collectives in flight."""
-        return len(self.in_flight) + len(self._replicating)
+        return len(self.in_flight) + len(self.replicating)
 
     @property
     def _undelivered(self) -> list[tuple[Unit, Reduction]]:
@@ -136,8 +138,8 @@ class GradientReducer:
                 reduction.finish_replicated,
                 after=work.work,
             )
-            self._replicating.push(work, reduction.release_reduced_shard, polled=own_memory and reduction.factors.hook is None)
-            self._replicates = True
+            self.replicating.push(work, reduction.release_reduced_shard, polled=own_memory and reduction.factors.hook is None)
+            self.replicates = True
         reduction.note_started(work)
         if reduction.factors.deferred:
             self._keeping[unit.number] = unit
@@ -149,13 +151,13 @@ class GradientReducer:
     def poll(self) -> None:
         """Free the memory of collectives that have completed."""
         self.in_flight.poll()
-        if self._replicates:
-            self._replicating.poll()
+        if self.replicates:
+            self.replicating.poll()
 
     def drain(self) -> None:
         """Wait for all collectives in flight."""
         self.in_flight.drain()
-        self._replicating.drain()
+        self.replicating.drain()
 
     def is_undelivered(self, unit: Unit) -> bool:
         """Return True if gradients of the unit are reduced, or being reduced, and not in `.grad` yet."""
@@ -179,7 +181,7 @@ class GradientReducer:
             group.grads.deferred is not None for group in unit.groups
         ):
             self.in_flight.drain_quietly()
-            self._replicating.drain_quietly()
+            self.replicating.drain_quietly()
             self._keep([(owner, reduction) for owner, reduction in self._undelivered if owner is not unit])
         for group in unit.groups:
             group.grads.discard()
@@ -188,7 +190,7 @@ class GradientReducer:
     def abort(self, units: Container[int]) -> None:
         """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
         self.in_flight.drain_quietly()
-        self._replicating.drain_quietly()
+        self.replicating.drain_quietly()
         self.merged = False
         self._keep([(unit, reduction) for unit, reduction in self._undelivered if unit.number not in units])
 
@@ -322,7 +324,7 @@ class GradientReducer:
         """Send the heartbeats of units that have them. Return these, with the calls that send them."""
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
-        if len(self._replicating):
+        if len(self.replicating):
             self.in_flight.drain()
         return self._heartbeats.send(
             [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]

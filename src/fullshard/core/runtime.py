@@ -249,7 +249,9 @@ class Runtime:
             elif group.trainable:
                 group.fingerprints.log.append(group.fingerprints["backward of inputs only"])
         if reduces:
-            self.reducer.poll()
+            self.reducer.in_flight.poll()
+            if self.reducer.replicates:
+                self.reducer.replicating.poll()
 
     def _run_observed(self, actions: Sequence[Action]) -> None:
         """Run actions with a label in torch's profiler, and as `watched` says."""

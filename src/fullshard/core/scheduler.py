@@ -143,6 +143,12 @@ class UnitRecord:
     # Number of units to prefetch at most, from `options`; their bytes may allow fewer.
     ahead: int = field(init=False)
 
+    # Its actions, made once.
+    unshard: Unshard = field(init=False)
+    wait: Wait = field(init=False)
+    reshard: Reshard = field(init=False)
+    reduce: Reduce = field(init=False)
+
     # Bytes of the unsharded parameters.
     nbytes: int = 0
 
@@ -180,6 +186,8 @@ class UnitRecord:
 
     def __post_init__(self) -> None:
         self.configure(self.options, nbytes=0)
+        number = self.number
+        self.unshard, self.wait, self.reshard, self.reduce = Unshard(number), Wait(number), Reshard(number), Reduce(number)
 
     @property
     def is_pinned(self) -> bool:
@@ -648,7 +656,7 @@ class Scheduler:
                 del self._entered[unit]
                 if not record.stays_after_backward:
                     actions += self._reshard(record)  # first, so that the reduction can use this memory
-                actions.append(PassBy(unit) if unit in self._passed else Reduce(unit))
+                actions.append(PassBy(unit) if unit in self._passed else record.reduce)
                 self._passed.discard(unit)
         return actions
 
@@ -733,11 +741,11 @@ class Scheduler:
             self.stats.missed += order.has_left
             self.stats.gathers += 1
             record.residency = Residency.GATHERING
-            actions.append(Unshard(unit))
+            actions.append(record.unshard)
         if record.residency is Residency.GATHERING:
             self._prefetched.pop(unit, None)
             record.residency = Residency.FULL
-            actions.append(Wait(unit))
+            actions.append(record.wait)
         if expected or by_user:
             actions += self._prefetch(record, expected, by_user, in_backward=in_backward)
         return actions
@@ -758,7 +766,7 @@ class Scheduler:
             if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
                 self._prefetched[unit] = self._phase
                 other.residency = Residency.GATHERING
-                actions.append(Unshard(unit))
+                actions.append(other.unshard)
         self.stats.prefetched += len(actions)
         self.stats.gathers += len(actions)
         return actions
@@ -774,7 +782,7 @@ class Scheduler:
             if record.residency is Residency.GATHERING:
                 self.stats.unused += 1
                 record.residency = Residency.SHARDED
-                actions += [Wait(unit), Reshard(unit)]
+                actions += [record.wait, record.reshard]
         self._prefetched.clear()
         return actions
 
@@ -803,13 +811,13 @@ class Scheduler:
             return []
         self._prefetched.pop(unit, None)
         record.residency = Residency.FULL
-        return [Wait(unit)]
+        return [record.wait]
 
     def _start_unshard(self, record: UnitRecord) -> Action:
         """Start the all-gather of a sharded unit."""
         record.residency = Residency.GATHERING
         self.stats.gathers += 1
-        return Unshard(record.number)
+        return record.unshard
 
     def _reshard(self, record: UnitRecord, *, force: bool = False) -> list[Action]:
         """Reshard an unsharded unit, unless it is resident or the graph of a backward needs it."""
@@ -818,7 +826,7 @@ class Scheduler:
         if record.residency is not Residency.FULL or (needed and not force):
             return []
         record.residency = Residency.SHARDED
-        return [Reshard(record.number)]
+        return [record.reshard]
 
     # --- recovery ---
 

@@ -141,10 +141,13 @@ class Unit:
                 self.check_first_use(module)
             if self.place.is_list:
                 self.progress.begin_list(self.place)
-            # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
-            stale = record.residency is not Residency.SHARDED and self.stale
-            if record.residency is Residency.FULL:
-                self.uninstall()  # takes over `requires_grad`
+            stale = False
+            if record.residency is not Residency.SHARDED:
+                # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
+                for group in self.groups:
+                    stale = stale or group.stale
+                if record.residency is Residency.FULL:
+                    self.uninstall()  # takes over `requires_grad`
             runtime.trace.append((record.number, True))
             runtime.run(scheduler.before_forward(record.number, stale=stale))
         self.progress.begin(module, scheduler.clock, len(runtime.trace) - 1)
