@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
+from fullshard.comm.base import SingleRank
+from fullshard.comm.coalesced import CoalescedCollectives
+from fullshard.comm.gloo import GlooCollectives
+from fullshard.comm.traffic import TrafficCounter
 
 STEPS = 10
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -28,13 +31,13 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 def ledger() -> Iterator[list[tuple[str, int]]]:
     """The addresses of all tensors that are handed to all-gathers, in order."""
     seen: list[tuple[str, int]] = []
-    plain = ObservedCollectives.gatherer
+    plain = {kind: kind.gatherer for kind in (SingleRank, GlooCollectives, CoalescedCollectives)}
 
     def note(kind: str, *lists: Any) -> None:
         seen.extend((kind, tensor.data_ptr()) for tensors in lists for tensor in tensors)
 
     def gatherer(self: Any, outs: Any, shards: Any) -> Callable[[], Any]:
-        gather = plain(self, outs, shards)
+        gather = plain[type(self)](self, outs, shards)
 
         def noted() -> Any:
             note("all_gather", outs, shards)
@@ -49,12 +52,14 @@ def ledger() -> Iterator[list[tuple[str, int]]]:
             note(kind, fulls)
         record(self, kind, fulls, ranks)
 
-    ObservedCollectives.gatherer = gatherer
+    for kind in plain:
+        kind.gatherer = gatherer  # type: ignore[method-assign]
     TrafficCounter.record = recorded
     try:
         yield seen
     finally:
-        ObservedCollectives.gatherer = plain
+        for kind, known in plain.items():
+            kind.gatherer = known  # type: ignore[method-assign]
         TrafficCounter.record = record
 
 

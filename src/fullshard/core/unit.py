@@ -143,7 +143,7 @@ class Unit:
                 self.progress.begin_list(self.place)
             stale = False
             if record.residency is not Residency.SHARDED:
-                # Kept, or prefetched: also within this forward, in which the caller may have written, as MoCo does to its target.
+                # Kept, or prefetched, also within this forward, in which the caller may have written, as MoCo does.
                 for group in self.groups:
                     stale = stale or group.stale
                 if record.residency is Residency.FULL:
