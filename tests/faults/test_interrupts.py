@@ -26,8 +26,8 @@ from fullshard import CheckPolicy, StateError
 from fullshard.comm import streams
 from fullshard.core import reduction
 from fullshard.core.hooks import BackwardHook, ForwardHooks
-from fullshard.core.late_grads import LateGradHook
 from fullshard.core.runtime import Runtime
+from fullshard.core.unit import LateGradHook
 from fullshard.core.units import unit_of
 
 OURS = str(fullshard.__path__[0])

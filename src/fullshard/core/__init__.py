@@ -31,8 +31,6 @@ hooks.py               module, autograd and state-dict hooks, which call the uni
 unit_options.py        UnitOptions: the options of one unit, resolved
 backward.py            the backward in progress
 extension_points.py    functions that features outside of the engine add, called for every unit
-recovery.py            finds what an exception or an interrupt broke off, and has the runtime reset it
-late_grads.py          gradients that arrive without a hook on an output
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
 replaced_parameters.py parameters from before sharding, and the ones that replaced them
 """

@@ -140,8 +140,8 @@ class Communicator:
             not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
         async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
         next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
-        interrupted: True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over (see
-            recovery.py).
+        interrupted: True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over
+            (`Recovery` in runtime.py).
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:

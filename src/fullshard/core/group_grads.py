@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +11,16 @@ from torch import Tensor
 from fullshard.core.memory import Memory
 from fullshard.core.sharded_param import ShardedParameter
 
-if TYPE_CHECKING:
-    from fullshard.core.reduction import Reduction
+
+class Sum(Protocol):
+    """A reduction over shards whose reduction over replicas is deferred."""
+
+    used: list[bool]
+
+    @property
+    def total(self) -> Tensor:
+        """The sum over the shards."""
+        ...
 
 
 class GroupGradients:
@@ -45,7 +53,7 @@ class GroupGradients:
         for parameter in parameters:  # of an earlier group, whose parameters had another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
-        self.deferred: Reduction | None = None
+        self.deferred: Sum | None = None
         self.has_committed = False
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:

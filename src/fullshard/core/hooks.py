@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from fullshard import _torch
 from fullshard.core.extension_points import BEFORE_STATE_DICT
-from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import like_shard
 from fullshard.core.sharded_tensor import restore_subclass
@@ -138,7 +137,7 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     hook: BackwardHook | None = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
         if tensor.is_leaf and tensor.requires_grad:  # a parameter, kept after forward: no node leads to its gradient
-            hook_late_grads(unit)
+            unit.hook_late_grads()
         for node in _torch.graph_nodes(tensor):
             if node is not None:
                 if hook is None:

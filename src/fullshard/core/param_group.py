@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
 from fullshard.comm.streams import Lane, Work, nothing
+from fullshard.core.communicator import CollectiveCall, Communicator
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.memory import Purpose
@@ -26,10 +27,6 @@ from fullshard.core.subclasses import is_plain, take_attributes
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage, UnshardedBuffer
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
-
-if TYPE_CHECKING:
-    from fullshard.core.communicator import CollectiveCall, Communicator
-
 
 _is_trainable: Callable[[Any], bool] = operator.attrgetter("requires_grad")
 _grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
@@ -395,10 +392,15 @@ class ParamGroup:
         if over_replicas is not None:  # on the stream of the replicas: this hop overlaps with all-gathers over shards
             hop = self._send(communicator, communicator.all_reduce_stream, over_replicas, f"{action} over replicas")
             after = hop.work
-        if gather.copies_in or self.storage.host or after is not None:
-            return self._send(communicator, communicator.all_gather_stream, gather, action, after)
-        start = gather.observed if communicator.traffic.listeners or _torch.profiling() else gather.begin
-        return communicator.send(communicator.all_gather_stream, self.fingerprints, action, start, gather.finish)
+        stream = communicator.all_gather_stream
+        if self.storage.host or after is not None or communicator.traffic.listeners or _torch.profiling():
+            return self._send(communicator, stream, gather, action, after)
+        start = gather.begin
+        if gather.copies_in:
+            if communicator.copy_in_stream is not None:
+                return self._send(communicator, stream, gather, action)
+            start = gather.copy_in_and_begin
+        return communicator.send(stream, self.fingerprints, action, start, gather.finish)
 
     def _allocate_inner_shard(self) -> AllGather | None:
         """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one."""
@@ -421,7 +423,7 @@ class ParamGroup:
         """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
         start, copied = gather.observed, None
         if gather.copies_in and communicator.copy_in_stream is None:
-            start = gather.copy_in_and_begin
+            start = gather.copy_in_and_observed
         elif gather.copies_in:
             # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for the
             # all-gather of this one.

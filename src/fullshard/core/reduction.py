@@ -20,28 +20,12 @@ from fullshard.comm.streams import Work
 from fullshard.core.packing import copy_slice, pack
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.unit_options import ReduceOptions
 from fullshard.errors import InternalError
-
-ReduceHook = Callable[[Tensor], None]
 
 _grad: Callable[[Any], Any] = operator.attrgetter("grad")
 _local: Callable[[Any], Tensor] = operator.attrgetter("local")
 _spec: Callable[[Any], Any] = operator.attrgetter("spec")
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceOptions:
-    """The caller's options for reductions."""
-
-    divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars, which it never sees, are divided as usual.
-    custom_averages: bool = False
-    force_sum: bool = False  # scale after the reduction, so that no backend averages
-    all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
-    # All-reduce hook, called with this rank's reduced shard after the last collective, before the division that is left for
-    # then and the cast to the grad dtype. It also runs without replicas.
-    hook: ReduceHook | None = None
-    hook_stream: Any = None  # stream that the hook runs on
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,4 +448,4 @@ def commit_all(reductions: Sequence[Reduction]) -> None:
             one.run_post_grad_hooks()
 
 
-__all__ = ["ReduceHook", "ReduceOptions", "Reduction", "ReductionFactors", "commit_all", "flat_gradient"]
+__all__ = ["Reduction", "ReductionFactors", "commit_all", "flat_gradient"]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
-from fullshard.core.late_grads import hook_late_grads
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
 
 FirstUse: TypeAlias = "Callable[[Unit, nn.Module], bool | None]"
 """A check of a unit, called with the module whose forward begins. It is due again if it raises or returns True."""
+
+
+_LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of its LateGradHook
 
 
 class Unit:
@@ -278,7 +280,7 @@ class Unit:
                 actions = scheduler.before_backward(call, stale=stale, again=True, collects=collects)
                 runtime.run(actions)
             if not call.copied:
-                hook_late_grads(self)
+                self.hook_late_grads()
         else:
             runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
         if record.residency is Residency.FULL:
@@ -293,6 +295,16 @@ class Unit:
             return False
         found = self.runtime.backward.collects = _torch.accumulates_into(leaves)
         return found
+
+    def hook_late_grads(self) -> None:
+        """Hook the unsharded parameters, for gradients that pass no hook on a graph.
+
+        These come from a second backward through the graph of the first one, or from a loss of a returned parameter itself.
+        """
+        for parameter in self.parameters:
+            full = parameter.unsharded
+            if full is not None and full.requires_grad and _LATE not in full.__dict__:
+                full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateGradHook(self))
 
     def late_backward(self) -> None:
         """Enter a backward in which a gradient arrived although no hook on an output of the unit ran."""
@@ -699,6 +711,26 @@ class Unit:
         samples = [group.shard[:0] for group in self.groups]
         changed = [fn(sample) for sample in samples]
         return any((new.dtype, new.device) != (old.dtype, old.device) for new, old in zip(changed, samples))
+
+
+class LateGradHook:
+    """Hook on an unsharded parameter in the graph of a backward. It runs when a gradient arrives that passed no other hook."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, _: Tensor) -> None:
+        """Enter the unit's backward, after the gradient was accumulated."""
+        unit = self._unit()
+        if unit is None:
+            return
+        try:
+            unit.late_backward()
+        except BaseException as failure:
+            unit.runtime.recovery.note_interrupt(failure)
+            raise
 
 
 def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:

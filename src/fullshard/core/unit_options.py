@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from fullshard.comm.base import Adapter
-from fullshard.core.reduction import ReduceOptions
 from fullshard.core.scheduler import KeepAfterForward
 from fullshard.policies import ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
+
+ReduceHook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceOptions:
+    """The caller's options for reductions."""
+
+    divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars, which it never sees, are divided as usual.
+    custom_averages: bool = False
+    force_sum: bool = False  # scale after the reduction, so that no backend averages
+    all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
+    # All-reduce hook, called with this rank's reduced shard after the last collective, before the division that is left for
+    # then and the cast to the grad dtype. It also runs without replicas.
+    hook: ReduceHook | None = None
+    hook_stream: Any = None  # stream that the hook runs on
+
 
 _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 

@@ -32,7 +32,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def recovered(unit: Unit) -> Unit:
-    """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait (see recovery.py)."""
+    """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait."""
     if unit.runtime.communicator.interrupted:
         unit.runtime.recovery.recover()
     return unit

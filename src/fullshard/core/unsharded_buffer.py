@@ -182,6 +182,11 @@ class AllGather:
         """Copy in and start the collective."""
         for step in self._copy_in_steps:
             step()
+        return self.begin()
+
+    def copy_in_and_observed(self) -> StartedWork:
+        """Copy in and start the collective, and report it."""
+        self.copy_in()
         return self.observed()
 
     def finish(self) -> None:
