@@ -103,8 +103,9 @@ KINDS = ("stream behind an event", "stream behind a message", "Event.synchronize
 EVENT, MESSAGE, HOST = KINDS[:3]
 
 SHOWN = {  # each order that fullshard makes, by function and kind, and a program that goes wrong without it
-    ("core/param_group.py _send (run)", EVENT): "plain",
-    ("core/runtime.py _wait (wait)", EVENT): "plain",
+    ("core/param_group.py start_all_gather (run)", EVENT): "plain",
+    ("core/param_group.py _send (run)", EVENT): "offload, written",
+    ("core/runtime.py run (wait)", EVENT): "plain",
     ("core/reducer.py reduce (run)", EVENT): "plain",
     ("core/reducer.py reduce (wait)", EVENT): "plain",
     ("core/reduction.py wait_for_gradient (wait)", EVENT): "optimizers in hooks",
@@ -130,6 +131,7 @@ HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the la
     ("core/heartbeat.py read (wait)", EVENT),
     ("core/reducer.py drain (wait)", EVENT),
     ("core/param_group.py synchronize_host (wait)", EVENT),
+    ("core/runtime.py _end_unit (wait)", EVENT),
     ("core/reducer.py poll (wait)", EVENT),
     ("optim/owner_exchange.py _share (wait)", EVENT),  # the ranks agree behind it, over the same process group
 }
@@ -152,7 +154,8 @@ def test_each_order_is_known_by_what_it_is_for(world: World) -> None:
         if name in shares:
             told(program, on_device(world))
     world.device.on_order(None)
-    polled = {("core/reducer.py poll (wait)", EVENT)}  # of reductions that happen to be over
+    # of reductions that happen to be over
+    polled = {("core/runtime.py _end_unit (wait)", EVENT), ("core/reducer.py poll (wait)", EVENT)}
     known = SHOWN.keys() | IN_TABLE | HIDDEN
     assert found | polled == known, (found - known, known - found)
 

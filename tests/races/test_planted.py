@@ -31,6 +31,7 @@ COVERED = {
         "core/param_group.py synchronize_host (wait)",
         "wait_event",
     ): "the host waits as well, and the host alone writes such shards",
+    ("core/runtime.py _end_unit (wait)", "wait_event"): "the host was told that the lane is done",
     ("core/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
     (
         "core/reducer.py _send_heartbeats (wait)",
