@@ -76,7 +76,7 @@ def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     done = script(Path(__file__))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["calls"] <= 165 and found["functions"] <= 116 and found["files"] <= 18, found
+    assert found["calls"] <= 97 and found["functions"] <= 65 and found["files"] <= 15, found
 
 
 def main() -> None:
