@@ -224,13 +224,13 @@ class ParamGroup:
 
     def look(self) -> None:
         """Find out what users changed on the sharded parameters: `requires_grad`, and hooks on gradients."""
-        self._trainable = [*map(_is_trainable, self.sharded)]
+        before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
         self.must_look = not _torch.HONOURS_SUBCLASSES  # which note each change from now on
-        if self.installed:
-            return  # the modules have the unsharded parameters, whose `requires_grad` counts
-        for unsharded, trainable in zip(self._unsharded, self._trainable):
+        for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
+            if self.installed and before[index] is trainable:
+                continue  # the modules have the unsharded one, and `uninstall` takes over what the user changed on it
             if unsharded.requires_grad is not trainable:
                 unsharded.requires_grad_(trainable)
 
@@ -272,15 +272,14 @@ class ParamGroup:
             slots = self.slots = _Slots(self.parameters)
         if self.must_look:
             self.look()
+        self.installed = True  # first, so that `uninstall` undoes what an exception or interrupt breaks off
         if (
             slots.are_plain
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
             and all(map(operator.is_, map(_torch.local_tensor, self.sharded), map(_local, self.parameters)))
         ):
             deque(map(dict.__setitem__, slots.held, slots.names, slots.unsharded), maxlen=0)
-            self.installed = True
             return
-        self.installed = True  # first, so that `uninstall` undoes a loop that an exception interrupts
         for parameter in self.parameters:
             unsharded, sharded = parameter.unsharded, parameter.sharded
             assert unsharded is not None
@@ -293,11 +292,12 @@ class ParamGroup:
 
     def uninstall(self) -> None:
         """Register the sharded parameters on the modules, except where the user assigned something: `install` names it."""
-        slots = self.slots
-        if not self.installed or slots is None:
+        if not self.installed:
             return
+        slots = self.slots
         if (
-            slots.are_plain
+            slots is not None
+            and slots.are_plain
             and self._trainable == [*map(_is_trainable, self._unsharded)]
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.unsharded))
         ):
