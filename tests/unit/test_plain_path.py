@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
+from fullshard._torch import HONOURS_SUBCLASSES
 
 SOURCE = str(Path(fullshard.__file__).parent)
 
@@ -76,7 +77,8 @@ def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     done = script(Path(__file__))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["calls"] <= 97 and found["functions"] <= 65 and found["files"] <= 15, found
+    calls, functions = (97, 65) if HONOURS_SUBCLASSES else (109, 68)  # torch 2.11 tells nothing, so groups look each time
+    assert found["calls"] <= calls and found["functions"] <= functions and found["files"] <= 15, found
 
 
 def main() -> None:
