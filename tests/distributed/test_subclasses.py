@@ -48,6 +48,8 @@ class OneScale(torch.Tensor):
         aten = torch.ops.aten
         if func is aten.clone.default:
             return cls(args[0]._values.clone() + 1)  # as some quantized classes do, which quantize again
+        if func is aten.new_empty.default:
+            raise NotImplementedError("new_empty")  # as torchao's quantized training
         same = (aten.detach, aten.new_zeros, aten.slice, aten.split, aten.view, aten.alias, aten.copy_, aten.mul_)
         keeps = func.overloadpacket in same
         inner = torch.utils._pytree.tree_map_only(OneScale, lambda one: one._values if keeps else one.dense(), args)

@@ -77,7 +77,8 @@ class WriteCounter:
             return tensor
         kind = tensor.device.type
         if kind not in self._tensors:
-            self._tensors[kind] = _torch.dtensor(_torch.local_tensor(tensor).new_empty(0), _torch.spec_of(tensor))
+            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # whatever class the local tensor has
+            self._tensors[kind] = _torch.dtensor(empty, _torch.spec_of(tensor))
         made = _torch.counted_by(self._tensors[kind], tensor)
         made.__dict__[_COUNTER] = self
         return made
