@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -195,14 +196,11 @@ def pack(
         # in place, the packed gradients are the sum already
         message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
         rows = message.view(layout.ranks, -1)
-        try:  # it raises, and writes nothing, if a gradient is missing or they have several dtypes
-            if plan.pick is None:
-                _copy_packed(plan, grads, rows)
-            else:
-                _torch.chunk_cat(plan.pick([*grads, *plan.gaps]), rows)
-        except (RuntimeError, TypeError) as failure:
-            if plan.pick is None or isinstance(failure, torch.OutOfMemoryError):
-                raise
+        picked = [] if plan.pick is None else plan.pick([*grads, *plan.gaps])
+        dtypes = {*map(getattr, picked, repeat("dtype"), repeat(None))}  # None if a gradient is missing
+        if len(dtypes) == 1 and None not in dtypes:
+            _torch.chunk_cat(picked, rows)
+        else:
             _copy_packed(plan, grads, rows)
         if factor != 1.0:
             message.mul_(factor)
