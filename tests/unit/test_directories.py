@@ -85,8 +85,10 @@ def test_files_that_others_make_during_a_save_are_kept(tmp_path: Path) -> None:
         time.sleep(0.002)
 
     with beside_it(make):
-        for number in range(20):
+        for number in range(1000):
             save_weights(uniform(float(number)), folder, background=True).wait()
+            if number >= 20 and len(made) > 50:  # however fast a save is
+                break
     assert len(made) > 50 and [path for path in made if path.read_text() != path.suffix[1:]] == []
     assert not staging_path(folder).exists()
 
