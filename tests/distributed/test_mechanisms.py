@@ -58,3 +58,16 @@ def test_a_unit_is_attached_while_its_modules_are_at_their_place_though_others_h
     assert not unit.place.are_attached()
     model.blocks[1] = held
     assert unit.place.are_attached()
+
+
+@ranks(2)
+def test_a_hook_that_one_rank_had_for_a_while_changes_nothing_once_it_is_removed(world: World) -> None:
+    model = shard_stack(Stack(), world.mesh)
+    if world.rank == 0:
+        handles = [parameter.register_hook(lambda grad: grad) for parameter in model.parameters()]
+    square(model(world.mine(batch(0)))).backward()
+    if world.rank == 0:
+        for handle in handles:
+            handle.remove()
+    for seed in (1, 2):  # added to gradients that are there, which the log says of parameters without hooks
+        square(model(world.mine(batch(seed)))).backward()

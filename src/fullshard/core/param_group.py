@@ -227,7 +227,8 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        self.must_look = not _torch.HONOURS_SUBCLASSES  # which note each change from now on
+        # Parameters note each change from now on, but for the removal of a hook, and on torch 2.11 none.
+        self.must_look = self.has_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
             if self.installed and before[index] is trainable:
                 continue  # the modules have the unsharded one, and `uninstall` takes over what the user changed on it
