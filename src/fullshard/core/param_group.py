@@ -107,7 +107,7 @@ class ParamGroup:
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
         self.slots: _Slots | None = None
         # What `look` found; it is due again once one of them was changed.
-        self.must_look, self.has_hooks = True, False
+        self.must_look, self.has_hooks, self._had_hooks = True, False, False
         self.frozen: list[str] = []
         self._trainable: list[bool] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
@@ -227,8 +227,9 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        # Parameters note each change from now on, but for the removal of a hook, and on torch 2.11 none.
-        self.must_look = self.has_hooks or not _torch.HONOURS_SUBCLASSES
+        # Parameters note each change from now on, but not when a hook is removed, or suspended as by grad(); on torch 2.11 none.
+        self._had_hooks = self._had_hooks or self.has_hooks
+        self.must_look = self._had_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
             if self.installed and before[index] is trainable:
                 continue  # the modules have the unsharded one, and `uninstall` takes over what the user changed on it
