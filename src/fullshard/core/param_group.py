@@ -227,7 +227,7 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        # Parameters note each change from now on, but not when a hook is removed, or suspended as by grad(); on torch 2.11 none.
+        # Parameters note each change from now on, but not that a hook is removed or suspended; on torch 2.11 they note none.
         self._had_hooks = self._had_hooks or self.has_hooks
         self.must_look = self._had_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
