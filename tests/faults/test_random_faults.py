@@ -39,7 +39,7 @@ from faulty import (
 )
 from harness import World, pool
 from hypothesis import given
-from rotation import random_cases, share_of
+from rotation import part, random_cases, share_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -317,4 +317,6 @@ def test_programs_with_faults_end_alike_on_all_ranks(size: int, count: int, tmp_
     run()
     outcomes = Counter(tally.read_text().splitlines())
     print(outcomes)
-    assert outcomes.total() >= share_of(count) and min(outcomes.values()) > share_of(count) // 6, outcomes
+    assert outcomes.total() >= share_of(count)
+    if part() is None:  # a part is too few to say how many of them should end in an error
+        assert len(outcomes) == 2 and min(outcomes.values()) > count // 6, outcomes
