@@ -75,6 +75,7 @@ class Drive:
         self.shifted = False  # a rank takes its steps while another takes the next ones: right for all they know
         self.steps = [0] * world.size  # what each rank did to its shards
         self.apart = False  # ranks did different things to their shards
+        self.writes = 0  # what this rank did to its shards
         self.keeps = program.hops or any(node.part.level != "ZERO3" for node in self.nodes)
         self.owed = False  # this rank got no gradients where the others expect some: somebody must say so
 
@@ -174,8 +175,10 @@ class Drive:
             reference.update(stepped)
             reference.zero(stepped)
             self.steps = [made + did for made, did in zip(self.steps, stepped)]
+            self.writes += stepped[self.world.rank]
         if step.kind == "load":
             reference.load(number, [True] * size)
+            self.writes += 1
         if step.kind == "freeze":
             self.freeze(step)
         self.find_desync = self.find_desync or one_sided or self.apart
@@ -229,12 +232,13 @@ class Drive:
         self.shifted = False
         self.sharded.zero_grad()
         found = dict(self.sharded.named_parameters())
-        every = exchange(self.world, {name: local(parameter) for name, parameter in found.items()})
+        every = exchange(self.world, (self.writes, {name: local(parameter) for name, parameter in found.items()}))
         if any(isinstance(theirs, Report) for theirs in every):
             raise AssertionError("another rank ended before the last step")
+        self.apart = len({writes for writes, _ in every}) > 1  # a rank stopped, and another one went on to load
         for parameter in found.values():
             parameter.requires_grad_()
-        reference.restart(every)
+        reference.restart([shards for _, shards in every])
         x = torch.randn(2 * size, self.program.width, generator=torch.Generator().manual_seed(77)).double()
         self.sharded.script.begin(None, raising=False)
         self.act(Step("train"), x, None)
