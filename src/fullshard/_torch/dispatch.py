@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # defines operators of `_SENDS_NOTHING`
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # --- schemas of operators --------------------------------------------------------------------------------------------
 #
@@ -82,12 +85,17 @@ def sends_messages(operation: Any) -> bool:
 # --- dynamo ----------------------------------------------------------------------------------------------------------
 
 
-def disable_tracing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` with a graph break around it: dynamo traces neither `fn` nor its callees.
+def not_traced(fn: Function) -> Function:
+    """Mark a function as one that dynamo traces neither into nor below, like `torch.compiler.disable` without its frame.
 
-    Wrap once, not per call (0.5 us instead of 6).
+    The frame of `disable` costs 4 us in each call, also where nothing is compiled.
     """
-    return torch.compiler.disable(fn)
+    # Private: `set_code_exec_strategy`, which dynamo itself marks code with, and the attribute that ends an inlined call. If
+    # they move, importing fullshard fails, or test_compile does.
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(fn.__code__, eval_frame._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    fn.__dict__["_torchdynamo_disable"] = True
+    return fn
 
 
 def is_tracing() -> bool:

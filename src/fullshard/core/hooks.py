@@ -95,6 +95,7 @@ class ForwardHooks:
     def __init__(self, unit: Unit) -> None:
         self._unit, self._recovery = unit, unit.runtime.recovery
 
+    @_torch.not_traced
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Unshard the parameters before forward, move the inputs of the outermost unit to the device, and cast inputs."""
         unit = self._unit
@@ -114,6 +115,7 @@ class ForwardHooks:
             return None
         return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
+    @_torch.not_traced
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
         unit = self._unit
@@ -293,11 +295,10 @@ def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
 def install_hooks(unit: Unit) -> None:
     """Install all hooks of a unit. Call it once per unit."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
-    before, after = _torch.disable_tracing(forward.before), _torch.disable_tracing(forward.after)
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
     for root in unit.modules:
-        unit.place.add_hook(root, root.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        unit.place.add_hook(root, root.register_forward_hook(after, always_call=True))
+        unit.place.add_hook(root, root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True))
+        unit.place.add_hook(root, root.register_forward_hook(forward.after, always_call=True))
         unit.place.add_hook(root, root.register_state_dict_pre_hook(state.before_save))
         unit.place.add_hook(root, root.register_load_state_dict_post_hook(state.after_load))
         for module in root.modules():

@@ -282,7 +282,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         lists: Callable[..., Any] = cache.lister
         end_step: Callable[..., None] = cache.lister.end_step
         if isinstance(lists, MuonStep):  # a compiled step must not trace its messages, nor leave them out the second time
-            lists, end_step = _torch.disable_tracing(lists.__call__), _torch.disable_tracing(end_step)
+            lists, end_step = torch.compiler.disable(lists.__call__), torch.compiler.disable(end_step)
         _torch.have_listed_by(optimizer, lists, end_step)
 
 
@@ -360,4 +360,4 @@ def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 def register() -> None:
     """Register hooks around the steps of all optimizers, once: checks, steps on local shards and by owners, log entries."""
     # dynamo would trace into them if the caller compiles `optimizer.step`
-    _torch.on_optimizer_step(_torch.disable_tracing(_before_any_step), _torch.disable_tracing(_after_any_step))
+    _torch.on_optimizer_step(torch.compiler.disable(_before_any_step), torch.compiler.disable(_after_any_step))
