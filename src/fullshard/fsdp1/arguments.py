@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,11 +20,9 @@ from fullshard import _torch
 from fullshard.core import (
     Agreement,
     ManagedTensors,
-    ParamRef,
     Runtime,
     UnitName,
     clean_name,
-    collect,
     logical_parameters,
     replacement_of,
     resolve_mesh,
@@ -32,15 +31,16 @@ from fullshard.core import (
 )
 from fullshard.ext.materialize import common_seed, seeded
 from fullshard.fsdp1.state_dicts import ComparedValues, agree
-from fullshard.policies import CommPolicy
+from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
+_NO_RESHARD_AFTER_FORWARD = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
 Groups = Any  # a ProcessGroup, or a pair of them: (to shard over, to replicate over)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FSDP1Arguments:
-    """The arguments of the constructor, checked before anything has changed. The fields after `device_mesh` follow from them.
+    """The arguments of the constructor, checked before anything has changed, and what follows from them.
 
     Raises ValueError for values of the wrong type and for combinations that fullshard does not support.
     """
@@ -60,30 +60,73 @@ class FSDP1Arguments:
     use_orig_params: bool = True
     ignored_states: Iterable[Any] | None = None
     device_mesh: DeviceMesh | None = None
-    strategy: ShardingStrategy = field(init=False)
-    device: torch.device | None = field(init=False)  # to move to
-    ignored: tuple[nn.Parameter, ...] = field(init=False)  # including the parameters of ignored modules
-    left_out: tuple[nn.Module, ...] = field(init=False)  # ignored modules with their submodules
 
     def __post_init__(self) -> None:
         _check_types(self)
-        strategy, mesh = self.sharding_strategy or ShardingStrategy.FULL_SHARD, self.device_mesh
-        _check_combinations(self.module, self.mixed_precision, self.process_group, mesh, strategy)
-        ignored, left_out = _ignored(self.ignored_modules, self.ignored_states)
-        found = {"strategy": strategy, "device": _device(self.device_id, mesh), "ignored": ignored, "left_out": left_out}
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
+        self.strategy = self.sharding_strategy or ShardingStrategy.FULL_SHARD
+        _check_combinations(self)
+        # Parameters, including those of ignored modules; and ignored modules with their submodules.
+        self.ignored, self.left_out = _ignored(self.ignored_modules, self.ignored_states)
+        self.device = _device(self.device_id, self.device_mesh)  # to move to
 
-    @property
-    def offload(self) -> bool:
-        """True if shards, gradients and optimizer states are in host memory."""
-        return self.cpu_offload is not None and self.cpu_offload.offload_params
-
-    def overridden(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments for a wrapper inside this one, overridden by the options that a policy returned for it."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.init and one.name != "module"}
+    def overridden(self, options: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return the arguments for wrapper `name` inside this one, overridden by the options that a policy returned for it."""
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "module"}
+        for option in options:
+            if option not in own:
+                raise ValueError(
+                    f"The policy returns the option '{option}' for '{name}', which FullyShardedDataParallel does not have. "
+                    f"Expected one of {sorted(own)}."
+                )
         ignored = {"ignored_modules": None, "ignored_states": (*self.ignored, *self.left_out)}
         return {**own, **ignored, "limit_all_gathers": True, "use_orig_params": True, **options}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `fully_shard` that correspond to the arguments."""
+        offload = self.cpu_offload is not None and self.cpu_offload.offload_params
+        return {
+            "mesh": self.mesh,
+            "ignored_params": set(self.ignored),
+            "reshard_after_forward": False if self.strategy in _NO_RESHARD_AFTER_FORWARD else None,
+            "mp_policy": precision_of(self.mixed_precision or MixedPrecision()),
+            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        }
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh to shard over: (shard), (replicate, shard), or for NO_SHARD (replicate, 1). Collective.
+
+        Wrappers with equal arguments share one mesh, because every new mesh creates process groups.
+        """
+        strategy, groups, mesh, device_type = self.strategy, self.process_group, self.device_mesh, self._device_type
+        how = "hybrid" if strategy in HYBRID else "none" if strategy is ShardingStrategy.NO_SHARD else "shard"
+        owner = mesh if mesh is not None else groups if groups is not None else dist.group.WORLD
+        nodes = _node_shape(device_type) if how == "hybrid" and mesh is None and groups is None else None
+        key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), how, device_type, nodes)
+        if key not in _MESHES:
+            for other, (_, made) in list(_MESHES.items()):
+                if not all(map(_torch.is_alive, _torch.groups_of(made))):
+                    del _MESHES[other]
+            _MESHES[key] = owner, _new_mesh(how, groups, mesh, device_type)
+        return _MESHES[key][1]
+
+    @property
+    def _device_type(self) -> str:
+        """The device type to compute on: of the mesh, `device_id`, the parameters or the accelerator, in this order."""
+        if self.device_mesh is not None:
+            return self.device_mesh.device_type
+        if self.device is not None:
+            return self.device.type
+        found = [p.device.type for p in self.module.parameters() if p.device.type not in ("cpu", "meta")]
+        accelerator = _torch.accelerator()
+        return found[0] if found else "cpu" if accelerator is None else accelerator.type
+
+
+def precision_of(mixed: MixedPrecision) -> MixedPrecisionPolicy:
+    """Return the policy of a unit for FSDP1's mixed precision, whose inputs the wrapper casts."""
+    # Without reduce_dtype, FSDP1 reduces in param_dtype. FSDP2 (torch 2.15) reduces in the dtype of the gradients instead.
+    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype, cast_forward_inputs=False)
 
 
 _EXPECTED: dict[str, tuple[Any, str]] = {  # argument -> (its type, description for the error text)
@@ -113,10 +156,10 @@ def _check_types(given: FSDP1Arguments) -> None:
             raise ValueError(f"Expected mixed_precision.{name} to be a torch.dtype, or None, got {dtype!r}.")
 
 
-def _check_combinations(
-    module: nn.Module, mixed: MixedPrecision | None, groups: Groups, mesh: DeviceMesh | None, strategy: ShardingStrategy
-) -> None:
+def _check_combinations(given: FSDP1Arguments) -> None:
     """Raise ValueError for combinations of arguments that are not supported."""
+    module, mixed, groups = given.module, given.mixed_precision, given.process_group
+    mesh, strategy = given.device_mesh, given.strategy
     if not isinstance(module, nn.Module):
         raise ValueError(f"Expected an nn.Module to wrap with FullyShardedDataParallel, got {type(module).__name__}.")
     if mixed is not None and mixed.keep_low_precision_grads:
@@ -158,8 +201,9 @@ def _ignored(
         raise ValueError(
             "FullyShardedDataParallel expected ignored_modules or ignored_states, got both. Pass only ignored_states."
         )
-    name, kind = ("ignored_states", "parameters or modules") if modules is None else ("ignored_modules", "modules")
-    several = states if modules is None else modules
+    name, kind, several = "ignored_states", "parameters or modules", states
+    if modules is not None:
+        name, kind, several = "ignored_modules", "modules", modules
     if several is not None and (isinstance(several, (nn.Module, Tensor, str)) or not isinstance(several, Iterable)):
         raise ValueError(f"Expected {name} to contain several {kind}, got a {type(several).__name__}. Pass a list.")
     given = list(several or ())
@@ -173,19 +217,6 @@ def _ignored(
     whole = [inner for item in given if isinstance(item, nn.Module) for inner in item.modules()]
     single = [item for item in given if isinstance(item, nn.Parameter)]
     return (*single, *(p for module in whole for p in module.parameters(recurse=False))), tuple(whole)
-
-
-def device_type_of(module: nn.Module, given: FSDP1Arguments) -> str:
-    """Return the device type to compute on: of the mesh, `device_id`, the parameters or the accelerator, in this order."""
-    if given.device_mesh is not None:
-        return given.device_mesh.device_type
-    if given.device is not None:
-        return given.device.type
-    first = next((p.device.type for p in module.parameters() if p.device.type not in ("cpu", "meta")), None)
-    if first is not None:
-        return first
-    accelerator = _torch.accelerator()
-    return "cpu" if accelerator is None else accelerator.type
 
 
 def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> torch.device | None:
@@ -227,49 +258,27 @@ def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None)
 _MESHES: dict[Any, tuple[Any, DeviceMesh]] = {}
 
 
-def mesh_of(given: FSDP1Arguments, device_type: str) -> DeviceMesh:
-    """Return the mesh of a wrapper: (shard), (replicate, shard), or for NO_SHARD (replicate, 1).
-
-    Wrappers with equal arguments share one mesh, because every new mesh creates process groups.
-    """
-    strategy, groups, mesh = given.strategy, given.process_group, given.device_mesh
-    how = "hybrid" if strategy in HYBRID else "none" if strategy is ShardingStrategy.NO_SHARD else "shard"
-    owner = mesh if mesh is not None else groups if groups is not None else dist.group.WORLD
-    nodes = _node_shape(device_type) if how == "hybrid" and mesh is None and groups is None else None
-    key = (tuple(map(id, owner)) if isinstance(owner, tuple) else id(owner), how, device_type, nodes)
-    if key not in _MESHES:
-        for other, (_, made) in list(_MESHES.items()):
-            if not all(map(_torch.is_alive, _torch.groups_of(made))):
-                del _MESHES[other]
-        _MESHES[key] = owner, _new_mesh(how, groups, mesh, device_type)
-    return _MESHES[key][1]
-
-
 def _new_mesh(how: str, groups: Groups, mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """Return a mesh that shards as `how` says: "shard", "hybrid" or "none". `groups`, `mesh`: what the caller passed."""
+    if mesh is not None and how != "none":
+        return mesh
+    if groups is None and how == "shard":
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if how == "shard":
+        return DeviceMesh.from_group(groups, device_type, mesh_dim_names=("shard",))
     names = ("replicate", "shard")
+    if groups is None and how == "hybrid":
+        return init_device_mesh(device_type, _node_shape(device_type), mesh_dim_names=names)
+    replicate: Any
     if how == "hybrid":
-        if mesh is not None:
-            return mesh
-        if groups is None:
-            return init_device_mesh(device_type, _node_shape(device_type), mesh_dim_names=names)
         shard, replicate = groups
         rows: list[Any] = [None] * replicate.size()
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        return DeviceMesh.from_group(
-            [replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=names
-        )
-    if how == "shard":
-        if mesh is not None:
-            return mesh
-        if groups is None:
-            return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-        return DeviceMesh.from_group(groups, device_type, mesh_dim_names=("shard",))
-    replicate_group: Any = mesh.get_group() if mesh is not None else groups if groups is not None else dist.group.WORLD
-    ranks = dist.get_process_group_ranks(replicate_group)
-    own_group = subgroup_of(replicate_group, "alone", [dist.get_rank()])
-    return DeviceMesh.from_group(
-        [replicate_group, own_group], device_type, mesh=torch.tensor(ranks, device="cpu").view(-1, 1), mesh_dim_names=names
-    )
+    else:
+        replicate = mesh.get_group() if mesh is not None else groups if groups is not None else dist.group.WORLD
+        shard = subgroup_of(replicate, "alone", [dist.get_rank()])
+        rows = [[rank] for rank in dist.get_process_group_ranks(replicate)]
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=names)
 
 
 def _node_shape(device_type: str) -> tuple[int, int]:
@@ -291,138 +300,86 @@ def _node_shape(device_type: str) -> tuple[int, int]:
 # --- initialisation ---
 
 
-def materialize(managed: ManagedTensors, given: FSDP1Arguments, mesh: DeviceMesh) -> None:
+def materialize(managed: ManagedTensors, given: FSDP1Arguments) -> None:
     """Initialise tensors on the meta device, and broadcast the first rank's values if `sync_module_states`. Collective.
 
     Raises ValueError on every rank if only some ranks have the module on the meta device, without `sync_module_states`.
     """
-    # A parameter may be tied to one that an earlier wrapper has materialized. Use that one, so that they stay tied.
-    known = [ref.parameter.__dict__.get(_MATERIALIZED) for ref in managed.refs]
-    for ref, parameter in zip(managed.refs, known):
-        _install(ref, parameter)
-    if any(parameter is not None for parameter in known):
-        _collect_again(managed, given)
-    shared = _shared_buffers(managed)
-    skipped = set(map(id, given.left_out))
-    waiting = [module for module in managed.modules if id(module) not in skipped and _on_meta(module, given)]
-    device = _torch.device_of(mesh.device_type)
-    ranks = _agreement(managed, mesh, device)
+    sync, device = given.sync_module_states, _torch.device_of(given.mesh.device_type)
+    left_out = {id(one) for one in (*given.ignored, *given.left_out)}
+
+    def is_on_meta(module: nn.Module) -> bool:
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        return any(tensor.device.type == "meta" and id(tensor) not in left_out for tensor in own)
+
+    waiting = [module for module in managed.modules if id(module) not in left_out and is_on_meta(module)]
+    name, communicator = type(managed.modules[-1]).__name__, Runtime.of(device, CommPolicy()).communicator
+    ranks = Agreement(communicator, [resolve_mesh(given.mesh)], UnitName(name), "FullyShardedDataParallel()", name)
     on_meta = torch.tensor([[bool(waiting)]], dtype=torch.uint8, device="cpu")
-    if not given.sync_module_states and ranks.first_unequal(on_meta) is not None:
+    if not sync and ranks.first_unequal(on_meta) is not None:
         raise ValueError(
             "Some ranks have this module on the meta device and others have values for it. Pass sync_module_states=True to "
             "broadcast the values of the first rank."
         )
     # Without a broadcast, all ranks must draw equal random numbers: seed them with a common seed.
-    drawing: Any = seeded(device, common_seed(ranks)) if waiting and not given.sync_module_states else nullcontext()
+    drawing: Any = seeded(device, common_seed(ranks)) if waiting and not sync else nullcontext()
+    init = given.param_init_fn or partial(_reset, device=device)
 
-    def give_values() -> ManagedTensors:
+    def give_values() -> tuple[None, ComparedValues]:
+        """Initialise the modules, and return the layout of the tensors to broadcast, which must be equal on all ranks."""
+        if not sync:
+            _warn_of_partly_meta(waiting, left_out)
+        initialised: set[int] = set()
         with torch.no_grad(), drawing:
-            _initialize(waiting, given, managed, shared, device)
-        return managed
+            for module in waiting:
+                _initialise(module, init, initialised)
+        left = [type(module).__name__ for module in waiting if is_on_meta(module)]
+        if left:
+            raise ValueError(
+                f"param_init_fn left parameters or buffers of {left[:3]} on the meta device. It must allocate the tensors of "
+                "each module that it is called with, by module.to_empty(device=..., recurse=False), and initialise them."
+            )
+        named = to_broadcast if sync else {}
+        return None, {name: {"is": f"(shape {tuple(tensor.shape)}, {tensor.dtype})"} for name, tensor in named.items()}
 
-    if waiting or given.sync_module_states:
-        agree(
-            ranks,
-            give_values,
-            _layout if given.sync_module_states else None,
-            subject="sync_module_states: the modules",
-            advice="Build the same module on all ranks.",
-        )
-    if given.sync_module_states:
-        tensors = [ref.parameter for ref in _own_refs(managed)] + [buffer for _, _, buffer in managed.buffers]
-        ranks.broadcast(tensor.detach() for tensor in tensors)
-
-
-def _own_refs(managed: ManagedTensors) -> list[ParamRef]:
-    """Return the parameters that no earlier wrapper has sharded; it has broadcast the others."""
-    return [ref for ref in managed.refs if replacement_of(ref.parameter) is None and not logical_parameters([ref.parameter])]
-
-
-def _collect_again(managed: ManagedTensors, given: FSDP1Arguments) -> None:
-    """Update `managed` to the tensors that replaced those of before."""
-    fresh = collect([managed.modules[-1]], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
-    managed.refs[:], managed.buffers[:] = fresh.refs, fresh.buffers
+    # An earlier wrapper has broadcast the parameters that it has sharded.
+    refs = [r for r in managed.refs if replacement_of(r.parameter) is None and not logical_parameters([r.parameter])]
+    to_broadcast = {**{r.name: r.parameter for r in refs}, **{name: buffer for name, _, buffer in managed.buffers}}
+    if waiting or sync:
+        subject = "sync_module_states: the modules"
+        agree(ranks, give_values, subject=subject, advice="Build the same module on all ranks.")
+    if sync:
+        ranks.broadcast(to_broadcast.values())
 
 
-def _initialize(
-    waiting: list[nn.Module],
-    given: FSDP1Arguments,
-    managed: ManagedTensors,
-    shared: list[list[tuple[nn.Module, str]]],
-    device: torch.device,
-) -> None:
-    """Initialise the modules in `waiting`, and update `managed` to the tensors that replaced those on the meta device."""
-    if not waiting:
-        return
-    _warn_of_partly_meta(waiting, given)
-    init = given.param_init_fn or (lambda module: _reset(module, device))
+def _initialise(module: nn.Module, init: Callable[[nn.Module], object], initialised: set[int]) -> None:
+    """Call `init` with a module. Its tensors get new values but keep their identity, and with it ties and shared buffers.
+
+    `initialised`: ids of the tensors that have values. A tied parameter keeps those of the first module.
+    """
+    registries: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
+    slots = [(registry, name, one) for registry in registries for name, one in registry.items() if one is not None]
+    for registry, name, tensor in slots:
+        if id(tensor) in initialised and isinstance(tensor, nn.Parameter):  # `init` writes to a stand-in
+            registry[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    init(module)
+    for registry, name, tensor in slots:
+        if registry[name] is not tensor and id(tensor) not in initialised:
+            torch.utils.swap_tensors(tensor, registry[name])
+        setattr(module, name, tensor)  # not in the registry, since RNNs have a second list of their parameters
+        initialised.add(id(tensor))
+
+
+def _warn_of_partly_meta(waiting: Iterable[nn.Module], left_out: set[int]) -> None:
     for module in waiting:
-        init(module)
-    left = [type(module).__name__ for module in waiting if _on_meta(module, given)]
-    if left:
-        raise ValueError(
-            f"param_init_fn left parameters or buffers of {left[:3]} on the meta device. It must allocate the tensors of each "
-            "module that it is called with, by module.to_empty(device=..., recurse=False), and initialise them."
-        )
-    # to_empty() gave each slot a Parameter of its own. Install the first one in all slots of a tied parameter again.
-    for ref in managed.refs:
-        materialized = _torch.parameters_of(ref.slots[0].module)[ref.slots[0].name]
-        if materialized is not ref.parameter:
-            ref.parameter.__dict__[_MATERIALIZED] = materialized
-            _install(ref, materialized)
-    for (module, name), *others in shared:
-        for other, alias in others:
-            _torch.buffers_of(other)[alias] = _torch.buffers_of(module)[name]
-    _collect_again(managed, given)
-
-
-def _layout(managed: ManagedTensors) -> ComparedValues:
-    """Return the shape and dtype of each tensor to broadcast, by name; these must be equal on all ranks."""
-    named = [(ref.name, ref.parameter) for ref in _own_refs(managed)] + [(name, buffer) for name, _, buffer in managed.buffers]
-    return {name: {"is": f"(shape {tuple(tensor.shape)}, {tensor.dtype})"} for name, tensor in named}
-
-
-_MATERIALIZED = "_fullshard_materialized"  # attribute of a meta parameter: the parameter that replaced it
-_ORIGINAL_DTYPE = "_fullshard_original_dtype"  # attribute of a buffer that a wrapper has cast: its dtype before
-
-
-def _install(ref: ParamRef, parameter: nn.Parameter | None) -> None:
-    """Set every slot of `ref` to `parameter`, unless that is None."""
-    for slot in ref.slots if parameter is not None else ():
-        setattr(slot.module, slot.name, parameter)
-
-
-def _shared_buffers(managed: ManagedTensors) -> list[list[tuple[nn.Module, str]]]:
-    """Return the slots of each buffer that is registered in more than one."""
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in managed.modules:
-        for name, buffer in _torch.buffers_of(module).items():
-            if buffer is not None:
-                slots.setdefault(id(buffer), []).append((module, name))
-    return [several for several in slots.values() if len(several) > 1]
-
-
-def _warn_of_partly_meta(waiting: Iterable[nn.Module], given: FSDP1Arguments) -> None:
-    ignored_ids = set(map(id, given.ignored))
-    for module in waiting:
-        loaded = [
-            name
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.device.type != "meta" and id(parameter) not in ignored_ids
-        ]
-        if loaded and not given.sync_module_states:
+        own = [(name, one) for name, one in module.named_parameters(recurse=False) if id(one) not in left_out]
+        loaded = [name for name, parameter in own if parameter.device.type != "meta"]
+        if loaded:
             warnings.warn(
                 f"{type(module).__name__} has values for {loaded}, but its other tensors are on the meta device. The whole "
                 "module is initialised, so these values are likely to be lost.",
                 stacklevel=4,
             )
-
-
-def _on_meta(module: nn.Module, given: FSDP1Arguments) -> bool:
-    ignored_ids = set(map(id, given.ignored))
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(tensor.device.type == "meta" and id(tensor) not in ignored_ids for tensor in own)
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:
@@ -436,10 +393,7 @@ def _reset(module: nn.Module, device: torch.device) -> None:
     reset()
 
 
-def _agreement(managed: ManagedTensors, mesh: DeviceMesh, device: torch.device) -> Agreement:
-    """Return the agreement of the ranks that construct the wrapper."""
-    name, communicator = type(managed.modules[-1]).__name__, Runtime.of(device, CommPolicy()).communicator
-    return Agreement(communicator, [resolve_mesh(mesh)], UnitName(name), "FullyShardedDataParallel()", name)
+_ORIGINAL_DTYPE = "_fullshard_original_dtype"  # attribute of a buffer that a wrapper has cast: its dtype before
 
 
 def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.distributed.tensor import DTensor
@@ -23,21 +23,19 @@ ComparedValues = Mapping[str, Mapping[str, str]]  # parameter name -> property -
 
 def agree(
     ranks: Agreement,
-    call: Callable[[], T],
-    compared: Callable[[T], ComparedValues] | None = None,  # values of the result that must be equal on all ranks
+    call: Callable[[], tuple[T, ComparedValues]],  # returns its result, and values that must be equal on all ranks
     *,
-    subject: str = "",  # begins the error text about differing values: "The optimizers"
-    advice: str = "",  # the last sentence of that text
+    subject: str,  # begins the error text about differing values: "The optimizers"
+    advice: str,  # the last sentence of that text
 ) -> T:
-    """Return the result of `call`, if no rank raised and the `compared` values are equal on all ranks (collective).
+    """Return the result of `call`, if no rank raised and the compared values are equal on all ranks (collective).
 
     The ranks exchange a digest. They exchange the values themselves only if the digests differ.
     """
     error: Exception | None = None
     values: ComparedValues = {}
     try:
-        result = call()
-        values = compared(result) if compared is not None else {}
+        result, values = call()
     except Exception as raised:
         error = raised
     text = "" if error is None else f"{type(error).__name__}: {error}"
@@ -120,6 +118,11 @@ class StateDictFormat:
 # --- optimizers --------------------------------------------------------------------------------------------------------
 
 
+def logical_of(parameter: Tensor) -> ShardedParameter | None:
+    """Return the sharded parameter that a DTensor belongs to; None for a parameter that is not sharded."""
+    return next(iter(logical_parameters([parameter])), None)
+
+
 def names_of(model: nn.Module) -> dict[int, str]:
     """Return the clean name of each parameter, by its id."""
     found: dict[int, str] = {}
@@ -158,25 +161,24 @@ def names_in_groups(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> lis
     return [[known[id(parameter)] for parameter in group] for group in groups]
 
 
-@dataclass(frozen=True)
-class _OptimizerState:
-    """The state of an optimizer keyed by names, in the order of the model, and the settings of each parameter group."""
+_State = dict[Any, dict[Any, Any]]
+"""The state of an optimizer by names of parameters, in the order of the model. A value of the optimizer itself has key None."""
 
-    state: dict[Any, dict[Any, Any]]
-    settings: list[dict[str, Any]] | None  # param_groups, with names in "params"; None if the state dict has no groups
-    state_format: StateDictFormat
+_Settings = list[dict[str, Any]] | None
+"""`param_groups` of an optimizer, with names in "params"; None if its state dict has no groups."""
 
-    def compared(self) -> ComparedValues:
-        """Return the values that must be equal on all ranks: parameters, shapes of their states, and numeric settings."""
-        found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": self.state_format.kind.name}}
-        for entry in self.settings or ():
-            own = {key: _setting_text(value) for key, value in entry.items() if _is_setting(value)}
-            for name in entry["params"]:
-                found.setdefault(name, {}).update(own)
-        for name, values in self.state.items():
-            kinds = found.setdefault(str(name), {})
-            kinds.update({f"state '{key}'": _kind(value) for key, value in values.items()})
-        return found
+
+def _compared(state: _State, settings: _Settings, state_format: StateDictFormat) -> ComparedValues:
+    """Return the values that must be equal on all ranks: parameters, shapes of their states, and numeric settings."""
+    found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": state_format.kind.name}}
+    for entry in settings or ():
+        own = {key: _setting_text(value) for key, value in entry.items() if _is_setting(value)}
+        for name in entry["params"]:
+            found.setdefault(name, {}).update(own)
+    for name, values in state.items():
+        kinds = found.setdefault(str(name), {})
+        kinds.update({f"state '{key}'": _kind(value) for key, value in values.items()})
+    return found
 
 
 def _is_setting(value: Any) -> bool:
@@ -201,36 +203,30 @@ def _kind(value: Any) -> str:
     return f"(shape {tuple(value.shape)}, {value.dtype}{shard})"
 
 
-def _collect_optimizer_state(
+def _collected(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any] | None, state_format: StateDictFormat
-) -> _OptimizerState:
+) -> tuple[tuple[_State, _Settings], ComparedValues]:
     groups = groups_of(model, optimizer)
     names = names_in_groups(model, groups)
-    flat = [name for own in names for name in own]
     parameters = {name: parameter for own, group in zip(names, groups) for name, parameter in zip(own, group)}
     source = optimizer.state_dict() if given is None else given
-    found = {_name_of(key, flat): values for key, values in source["state"].items()}
+    found = {_name_of(key, list(parameters)): values for key, values in source["state"].items()}
     order = {name: place for place, name in enumerate(names_of(model).values())}
-    state: dict[Any, dict[Any, Any]] = {}
+    state: _State = {}
     for key in sorted(found, key=lambda key: (order.get(key, len(order)), str(key))):
         values = found[key]
-        if key not in order and not isinstance(values, dict):  # a value of the optimizer itself, not of a parameter
-            values = {None: values}
-        state[key] = values
-        for inner, value in values.items() if key in parameters else ():
+        state[key] = {None: values} if key not in order and not isinstance(values, dict) else values
+        for inner, value in state[key].items() if key in parameters else ():
             _check_not_local_rows(value, parameters[key], key, inner, state_format)
-    if "param_groups" not in source:
-        return _OptimizerState(state, None, state_format)
-    if len(source["param_groups"]) != len(names):
-        raise ValueError(
-            f"Expected {len(names)} parameter groups in the optimizer state dict, as in the optimizer, got "
-            f"{len(source['param_groups'])}. Pass the state_dict() of that optimizer."
-        )
-    settings = [
-        {**{key: value for key, value in saved.items() if key != "params"}, "params": list(own)}
-        for saved, own in zip(source["param_groups"], names)
-    ]
-    return _OptimizerState(state, settings, state_format)
+    settings: _Settings = None
+    if "param_groups" in source:
+        if len(source["param_groups"]) != len(names):
+            raise ValueError(
+                f"Expected {len(names)} parameter groups in the optimizer state dict, as in the optimizer, got "
+                f"{len(source['param_groups'])}. Pass the state_dict() of that optimizer."
+            )
+        settings = [{**saved, "params": list(own)} for saved, own in zip(source["param_groups"], names)]
+    return (state, settings), _compared(state, settings, state_format)
 
 
 def _name_of(key: Any, flat: Sequence[str]) -> Any:
@@ -250,7 +246,7 @@ def _check_not_local_rows(value: Any, parameter: Tensor, name: str, key: Any, st
 
     Saved as FULL_STATE_DICT, such a tensor would be taken for the full state.
     """
-    logical: ShardedParameter | None = next(iter(logical_parameters([parameter])), None)
+    logical = logical_of(parameter)
     if logical is None or state_format.kind is LOCAL or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return
     if value.ndim and value.shape == logical.local.shape != logical.shape:
@@ -268,24 +264,22 @@ def optimizer_state(
     ranks: Agreement,
     *,
     given: dict[str, Any] | None = None,  # the optimizer's own state dict, if the caller already has it
-    first: bool,  # True on the first rank
 ) -> dict[str, Any]:
     """Return the optimizer state keyed by names, in `state_format` (collective)."""
-    collected = agree(
+    collected, settings = agree(
         ranks,
-        lambda: _collect_optimizer_state(model, optimizer, given, state_format),
-        _OptimizerState.compared,
+        lambda: _collected(model, optimizer, given, state_format),
         subject="The optimizers",
         advice="Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.",
     )
-    keep = state_format.keeps(first=first)
+    keep = state_format.keeps(first=ranks.index == 0)
     state: dict[Any, Any] = {}
-    for name, values in collected.state.items():
+    for name, values in collected.items():
         saved_as = {inner: state_format.convert(values[inner], keep=keep) for inner in sorted(values, key=str)}
         state[name] = saved_as[None] if list(values) == [None] else {inner: saved_as[inner] for inner in values}
     if not keep:
         return {}
-    return {"state": state, **({} if collected.settings is None else {"param_groups": collected.settings})}
+    return {"state": state, **({} if settings is None else {"param_groups": settings})}
 
 
 def load_optimizer_state(
@@ -301,50 +295,29 @@ def load_optimizer_state(
 
     Full tensors and ShardedTensors are sharded to this rank's rows. DTensors must be sharded like the parameters.
     """
-    ready = agree(
+    parameters, state, settings = agree(
         ranks,
-        lambda: _prepare_to_load(model, saved, groups, local=local),
-        _LoadedState.compared,
+        lambda: _prepared(model, saved, groups, local=local),
         subject="The saved optimizers",
         advice="Load one checkpoint on all ranks.",
     )
-    for name, values in ready.state.items():
+    for name, values in state.items():
         # Converting is collective, so all ranks convert in one order, whatever the order of their keys.
-        for key in sorted(values, key=str) if name in ready.parameters else ():
-            value = values[key]
-            if isinstance(value, _torch.ShardedTensor):
-                parameter = next(iter(logical_parameters([ready.parameters[name]])), None)
-                whole = _torch.whole_of(value, ranks.device)
-                values[key] = whole if parameter is None else shard_of(parameter, whole, dtype=whole.dtype)
-    places = {name: place for place, name in enumerate(ready.parameters)}
-    keys: dict[str, Any] = {name: name for name in places} if by_name else dict(places)
-    settings = [{**entry, "params": [keys[name] for name in entry["params"]]} for entry in ready.settings or ()]
-    state = {keys.get(name, name): values for name, values in ready.state.items()}
-    return {"state": state, **({} if ready.settings is None else {"param_groups": settings})}
+        for key in sorted(values, key=str) if name in parameters else ():
+            if isinstance(values[key], _torch.ShardedTensor):
+                logical, whole = logical_of(parameters[name]), _torch.whole_of(values[key], ranks.device)
+                values[key] = whole if logical is None else shard_of(logical, whole, dtype=whole.dtype)
+    keys: dict[str, Any] = {name: name if by_name else place for place, name in enumerate(parameters)}
+    ready: dict[str, Any] = {"state": {keys.get(name, name): values for name, values in state.items()}}
+    if settings is not None:
+        ready["param_groups"] = [{**entry, "params": [keys[name] for name in entry["params"]]} for entry in settings]
+    return ready
 
 
-@dataclass(frozen=True)
-class _LoadedState:
-    """States keyed by names, in the order of the model, sharded for this rank; ShardedTensors are not all-gathered yet."""
-
-    parameters: dict[str, Tensor]  # the optimizer's parameters, in its order
-    state: dict[str, dict[Any, Any]]
-    settings: list[dict[str, Any]] | None
-
-    def compared(self) -> ComparedValues:
-        """Return the values that must be equal on all ranks: the ShardedTensors, because converting them is collective."""
-        found: dict[str, dict[str, str]] = {}
-        for name in self.parameters:
-            values = self.state.get(name, {}).items()
-            communicated = {f"state '{key}'": _kind(value) for key, value in values if isinstance(value, _torch.ShardedTensor)}
-            if communicated:
-                found[name] = communicated
-        return found
-
-
-def _prepare_to_load(
+def _prepared(
     model: nn.Module, given: dict[str, Any], groups: Sequence[Sequence[Tensor]], *, local: bool
-) -> _LoadedState:
+) -> tuple[tuple[dict[str, Tensor], _State, _Settings], ComparedValues]:
+    """Return the parameters of the optimizer, in its order, and states and settings; ShardedTensors are not sharded yet."""
     saved = _with_clean_names(given)
     names = names_in_groups(model, groups)
     parameters = {name: parameter for group, own in zip(groups, names) for parameter, name in zip(group, own)}
@@ -354,7 +327,8 @@ def _prepare_to_load(
             f"The saved optimizer has states for {unknown[:3]}, which the optimizer to load does not train. Use the same "
             f"model and parameters, among them {list(parameters)[:3]}."
         )
-    state: dict[str, dict[Any, Any]] = {}
+    state: _State = {}
+    communicated: dict[str, dict[str, str]] = {}  # converting ShardedTensors is collective, so all ranks must have the same
     for name in names_of(model).values():
         values = saved["state"].get(name)
         if values is not None:
@@ -362,10 +336,13 @@ def _prepare_to_load(
             ordered = {key: values[key] for key in sorted(values, key=str)}
             fitted = {key: _fit(value, parameters[name], name, key, local=local) for key, value in ordered.items()}
             state[name] = {key: fitted[key] for key in values}
+            sharded = {key: value for key, value in fitted.items() if isinstance(value, _torch.ShardedTensor)}
+            if sharded:
+                communicated[name] = {f"state '{key}'": _kind(value) for key, value in sharded.items()}
     # Values of the optimizer itself, not of a parameter, are passed on unchanged.
     state.update({key: values for key, values in saved["state"].items() if key not in parameters})
     if "param_groups" not in saved:
-        return _LoadedState(parameters, state, None)
+        return (parameters, state, None), communicated
     settings_of = {name: _settings(entry) for entry in saved["param_groups"] for name in entry["params"]}
     empty = [entry for entry in saved["param_groups"] if not entry["params"]]  # a group without parameters has settings, too
     settings: list[dict[str, Any]] = []
@@ -384,7 +361,7 @@ def _prepare_to_load(
                 "the optimizer to load. Build it with the same groups."
             )
         settings.append({**kept, "params": list(own)})
-    return _LoadedState(parameters, state, settings)
+    return (parameters, state, settings), communicated
 
 
 def _settings(entry: dict[str, Any]) -> dict[str, Any]:
@@ -397,6 +374,11 @@ def _with_clean_names(saved: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(saved, dict) or "state" not in saved:
         keys = list(saved)[:5] if isinstance(saved, dict) else type(saved).__name__
         raise ValueError(f"Expected an optimizer state dict with 'state' and 'param_groups', got {keys}.")
+    for entry in saved.get("param_groups", ()):
+        if "params" not in entry:
+            raise ValueError(
+                f"Expected 'params' in each of the param_groups of an optimizer state dict, got {list(entry)[:5]}."
+            )
 
     def clean(key: Any) -> Any:
         return clean_name(key) if isinstance(key, str) else key
@@ -415,7 +397,7 @@ _SCALAR_STATES = ("step", "mu_product", "mu", "eta")  # states with one number p
 
 def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> Any:
     """Return one value of a parameter's state, sharded like the parameter. ShardedTensors are only checked."""
-    logical: ShardedParameter | None = next(iter(logical_parameters([parameter])), None)
+    logical = logical_of(parameter)
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, _torch.ShardedTensor):
@@ -427,19 +409,15 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
         return value
     if logical is None or (value.ndim == 0 and key in _SCALAR_STATES):
         return value.clone()
+    device = logical.local.device
     if isinstance(value, DTensor):
-        return logical.dtensor_like_shard(
-            logical.sharding.rows_of(value, name=logical.name, what="the saved optimizer state").to(
-                logical.local.device, copy=True
-            )
-        )
+        rows = logical.sharding.rows_of(value, name=logical.name, what="the saved optimizer state")
+        return logical.dtensor_like_shard(rows.to(device, copy=True))
     wanted = logical.local.shape if local else logical.shape
+    if value.shape == wanted and local:
+        return logical.dtensor_like_shard(value.to(device, copy=True))
     if value.shape == wanted:
-        return (
-            logical.dtensor_like_shard(value.to(logical.local.device, copy=True))
-            if local
-            else shard_of(logical, value, dtype=value.dtype)
-        )
+        return shard_of(logical, value, dtype=value.dtype)
     if value.ndim == len(wanted):
         hint = " These are not the rows of this rank: it was saved on another number of ranks, or as another type."
         raise ValueError(
@@ -450,63 +428,48 @@ def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> 
 
 
 def scatter_state(
-    saved: dict[str, Any] | None, group: dist.ProcessGroup | None, device: torch.device, shard: Callable[[str, Any], Any]
+    model: nn.Module, saved: dict[str, Any] | None, groups: Sequence[Sequence[Tensor]], ranks: Agreement
 ) -> dict[str, Any]:
-    """Scatter a state that only the first rank of `group` has (collective).
+    """Scatter a state that only the first rank has (collective).
 
-    Tensors are broadcast one at a time, and `shard` keeps a rank's part of each, so only one full tensor is in memory.
+    Tensors are broadcast one at a time, and each rank keeps its shard, so only one full tensor is in memory.
 
     Raises ValueError on every rank if the first rank has no state, or if its state is not an optimizer state dict.
     """
-    first = dist.get_rank(group) == 0
-    mine: dict[str, Any] = {}
-    shape: list[Any] = [None]
-    if first:
-        try:
-            mine, shape = _describe_state(saved)
-        except Exception as error:  # broadcast the error: the other ranks must raise it too
-            shape = [f"{error}"]
-    source = dist.get_global_rank(group, 0) if group is not None else 0
-    dist.broadcast_object_list(shape, source, group=group)
-    if isinstance(shape[0], str):
-        raise ValueError(shape[0])
-    description, communicated = shape[0]
-    for name, key in communicated:
-        size, dtype = description["state"][name][key]
-        whole = mine["state"][name][key].to(device) if first else torch.empty(size, dtype=dtype, device=device)
-        dist.broadcast(whole.contiguous(), source, group=group)
-        description["state"][name][key] = shard(name, whole)
-    return dict(description)
+    first, known, device = ranks.index == 0, names_of(model), ranks.device
+    parameters = {known[id(p)]: logical_of(p) for own in groups for p in own if id(p) in known}
+    found, tensors = ranks.run(lambda: _without_tensors(saved) if first else ({}, {}))
+    layout = {place: (tensor.shape, tensor.dtype) for place, tensor in tensors.items()}
+    found, layout = pickle.loads(ranks.first_rank_bytes(pickle.dumps((found, layout))))
+    for (name, key), (shape, dtype) in layout.items():
+        whole = tensors[name, key].to(device) if first else torch.empty(shape, dtype=dtype, device=device)
+        ranks.broadcast([whole])
+        logical = parameters.get(name)
+        fits = logical is not None and whole.shape == logical.shape
+        found["state"][name][key] = shard_of(logical, whole, dtype=dtype) if fits else whole  # type: ignore[arg-type]
+    return found
 
 
-def _describe_state(saved: dict[str, Any] | None) -> tuple[dict[str, Any], list[Any]]:
-    """Return `saved` with clean names, and a list with one object that describes it to the other ranks.
-
-    The object is a pair: `saved` with (shape, dtype) in place of each tensor, and the (name, key) of each of these tensors.
-    """
+def _without_tensors(saved: dict[str, Any] | None) -> tuple[dict[str, Any], dict[tuple[Any, Any], Tensor]]:
+    """Return `saved` with clean names and with None for each tensor, and the tensors by (name, key). Scalars stay in it."""
     if not saved:
         raise ValueError(
             "The first rank has no optimizer state to scatter. Pass the full state there, and None on the other ranks."
         )
-    mine = _with_clean_names(saved)
-    communicated: list[tuple[Any, Any]] = []
-    state: dict[Any, Any] = {}
-    for name, values in mine["state"].items():
-        state[name] = values
+    found = _with_clean_names(saved)
+    tensors: dict[tuple[Any, Any], Tensor] = {}
+    for name, values in found["state"].items():
         for key, value in values.items() if isinstance(values, dict) else ():
             if isinstance(value, (DTensor, _torch.ShardedTensor)):
                 raise ValueError(
                     f"The saved optimizer has '{key}' of '{name}' as a {type(value).__name__}, and the first rank has only a "
                     "shard of it. Pass the full state, or load it on all ranks with rank0_only=False."
                 )
-            if _is_broadcast(value):
-                communicated.append((name, key))
-                state[name] = {**state[name], key: (value.shape, value.dtype)}
-    return mine, [({**mine, "state": state}, communicated)]
-
-
-def _is_broadcast(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0  # 0-dim tensors are part of the broadcast object
+            if isinstance(value, Tensor) and value.ndim:
+                tensors[name, key] = value
+        if isinstance(values, dict):
+            found["state"][name] = {key: None if (name, key) in tensors else value for key, value in values.items()}
+    return found, tensors
 
 
 def rekey(given: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) -> dict[str, Any]:

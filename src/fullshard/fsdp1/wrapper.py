@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,7 +37,6 @@ from torch.distributed.fsdp import (
 from fullshard import _torch
 from fullshard.core import (
     Agreement,
-    Collectives,
     ManagedTensors,
     Runtime,
     ShardAxis,
@@ -47,7 +47,6 @@ from fullshard.core import (
     clean_name,
     collect,
     collectives_for,
-    logical_parameters,
     resolve_mesh,
     shard_of,
     stream_for,
@@ -64,48 +63,36 @@ from fullshard.frontend.module import (
     unit_summary,
 )
 from fullshard.fsdp1 import state_dicts
-from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, device_type_of, materialize, mesh_of
+from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, materialize, precision_of
 from fullshard.fsdp1.state_dicts import StateDictFormat
 from fullshard.optim.clipping import clip_grad_norm_
-from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CommPolicy
 from fullshard.state.class_swap import ShardedSnapshot, from_snapshot, plain_class, to_snapshot, with_original_classes
 from fullshard.state.full_params import full_params
 from fullshard.wrap.plan import Plan
-from fullshard.wrap.whole_model import check_policy, plan_model, warn_about_mixtures
+from fullshard.wrap.whole_model import check_policy, own_dtype, plan_model, warn_about_mixtures
 
-_LOADING = "optim_state_dict_to_load()"  # name of the call in the collective log, also for FSDP1's older functions
+# Names of the calls in the collective log, also for FSDP1's older functions.
+_SAVING, _LOADING = "optim_state_dict()", "optim_state_dict_to_load()"
 _WRAPPED_MODULE = "_fsdp_wrapped_module"
 _OTHER_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # set by activation checkpointing, torch.compile
-_NO_RESHARD_AFTER_FORWARD = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
-
-
-class _HookedCollectives:
-    """Collectives over replicas whose all-reduce is done by a communication hook of the caller."""
-
-    def __init__(self, inner: Collectives, hook: Callable[[Tensor], None]) -> None:
-        self._inner, self._hook = inner, hook
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set the tag of messages, which the wrapped collectives attach."""
-        object.__setattr__(self._inner if name == "tag" else self, name, value)
-
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
-        self._hook(tensor)  # hooks of FSDP1 are synchronous, so the returned work is complete
-        return StartedWork()
 
 
 @dataclass(frozen=True, eq=False)
-class _HookedCollectivesFactory:
-    """Factory of collectives for any process group whose all-reduce is done by `hook`."""
+class _HookedCollectives:
+    """Makes the collectives of a process group over replicas, whose all-reduce is done by a communication hook."""
 
-    kind: str  # device type
+    device: torch.device
     hook: Callable[[Tensor], None]  # averages a flat gradient over the replicas, in place
 
     def __call__(self, group: dist.ProcessGroup) -> Any:
-        return _HookedCollectives(collectives_for(group, torch.device(self.kind)), self.hook)
+        collectives: Any = collectives_for(group, self.device)
+        collectives.all_reduce = self._all_reduce
+        return collectives
+
+    def _all_reduce(self, tensor: Tensor) -> StartedWork:
+        self.hook(tensor)  # hooks of FSDP1 are synchronous, so the returned work is complete
+        return StartedWork()
 
 
 class _HookReduceScatter(ReduceScatter):
@@ -205,23 +192,29 @@ class FullyShardedDataParallel(nn.Module):
         )
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy, "auto_wrap_policy")
-        _warn_about_ignored_arguments(use_orig_params=use_orig_params, limit_all_gathers=limit_all_gathers)
+        if not use_orig_params:
+            warn_once(
+                "use_orig_params=False has no effect: there is no FlatParameter, and parameters are the originals as with True."
+            )
+        if not limit_all_gathers:
+            warn_once(
+                "limit_all_gathers=False has no effect: all-gathers are always limited to one unit ahead of the computing unit."
+            )
         super().__init__()
-        mesh = mesh_of(given, device_type_of(module, given))
-        options = _options(given)
         if auto_wrap_policy is not None:
-            self._wrap_submodules(module, given, auto_wrap_policy, mesh, options)
-        self._shard(module, given, mesh, options)
+            self._wrap_submodules(given, auto_wrap_policy)
+        self._shard(given)
         self._store_arguments(given)
         self._set_up_unit()
 
-    def _shard(self, module: nn.Module, given: FSDP1Arguments, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    def _shard(self, given: FSDP1Arguments) -> None:
         """Materialize meta tensors of the module, and call `fully_shard` on it unless it is a list of wrappers."""
+        module = given.module
         managed = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
         self._is_list = _is_list(module, managed)
-        materialize(managed, given, mesh)
+        materialize(managed, given)
         if not self._is_list:
-            fully_shard(module, mesh=mesh, ignored_params=set(given.ignored), **options)
+            fully_shard(module, **given.options)
         self._fsdp_wrapped_module = module
         self._buffer_dtypes = cast_buffers(module, managed, given)
 
@@ -229,13 +222,14 @@ class FullyShardedDataParallel(nn.Module):
         """Store the arguments that forward, properties and state dicts read later."""
         mixed = given.mixed_precision
         self._is_root: bool | None = None  # unknown until the first forward: another wrapper may still be put around this one
-        self._strategy, self._offload = given.strategy, given.offload
+        self._strategy, self._cpu_offload = given.strategy, given.cpu_offload or CPUOffload()
         self._prefetch, self._forward_prefetch = given.backward_prefetch, given.forward_prefetch
         self._mixed_precision = mixed or MixedPrecision()
         self._full_precision_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        self._in_full_precision = False
+        self._in_full_precision, self._has_comm_hook = False, False
         self._casts_root_inputs = mixed is None or mixed.cast_root_forward_inputs
         self._casts_inputs = mixed is not None and mixed.cast_forward_inputs
+        self._own_dtype: torch.dtype | None = None  # of a module that mixed precision leaves out, which computes in this dtype
         self._state_dict_settings = _state_dict_settings(StateDictType.FULL_STATE_DICT)
 
     def _set_up_unit(self) -> None:
@@ -254,48 +248,39 @@ class FullyShardedDataParallel(nn.Module):
         if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
             unit.record.next_backward = ()  # nothing to prefetch in backward
 
-    def _wrap_submodules(
-        self, module: nn.Module, given: FSDP1Arguments, policy: Any, mesh: DeviceMesh, options: dict[str, Any]
-    ) -> None:
+    def _wrap_submodules(self, given: FSDP1Arguments, policy: Any) -> None:
         """Wrap the modules that `policy` chooses, children first, and the modules that mixed precision leaves out."""
-        plan = plan_model(
-            _Items(module) if _has_no_forward(module) else module,
-            policy,
-            ignored_modules=given.left_out,
-            ignored_params=given.ignored,
-        )
+        module = given.module
+        # A list has no forward, which `plan_model` requires of a model. This stands in for it, with the same children.
+        model = nn.Sequential(OrderedDict(module.named_children())) if _has_no_forward(module) else module
+        plan = plan_model(model, policy, ignored_modules=given.left_out, ignored_params=given.ignored)
         kept = _add_full_precision_units(plan, module, given)
         warn_about_mixtures(plan.mixtures())
-        below = [unit for unit in plan.units if "" not in unit.modules]
-        if plan.units[-1].options:
+        *below, own = plan.units
+        if own.options:
             warn_once(
-                f"auto_wrap_policy returns options for the wrapped module itself, {sorted(plan.units[-1].options)}, which "
+                f"auto_wrap_policy returns options for the wrapped module itself, {sorted(own.options)}, which "
                 "are not used. Pass them to FullyShardedDataParallel."
             )
-        chosen_ids = {id(module.get_submodule(name)) for unit in below for name in unit.modules}
+        modules = {name: module.get_submodule(name) for unit in below for name in unit.modules}
+        chosen_ids = set(map(id, modules.values()))
         if not _is_list(module, collect([module], ignored=given.ignored, is_unit=lambda inner: id(inner) in chosen_ids)):
-            PreparedShard(module, mesh=mesh, ignored_params=given.ignored, **options)
-        _check_overrides(below)
-        chosen = [(name, unit.options) for unit in below for name in unit.modules]
-        arguments_of = {
-            name: given.overridden({**o, **({"mixed_precision": None} if name in kept else {})}) for name, o in chosen
-        }
+            PreparedShard(module, **given.options)
+        arguments_of = {name: given.overridden(unit.options, name) for unit in below for name in unit.modules}
+        for name in kept:
+            arguments_of[name]["mixed_precision"] = None
         # Check the arguments of all wrappers before the first module changes: an error must leave the model as it was.
         for name, arguments in arguments_of.items():
-            inner = module.get_submodule(name)
-            inner_arguments = FSDP1Arguments(inner, **arguments)
-            inner_mesh = mesh_of(inner_arguments, device_type_of(inner, inner_arguments))
-            PreparedShard(inner, mesh=inner_mesh, ignored_params=inner_arguments.ignored, **_options(inner_arguments))
+            PreparedShard(modules[name], **FSDP1Arguments(modules[name], **arguments).options)
         for name, arguments in arguments_of.items():
-            inner = module.get_submodule(name)
+            inner = modules[name]
             wrapper = type(self)(inner, **arguments)
-            if name in kept:
-                _FullPrecisionHooks(inner).register(wrapper)
+            wrapper._own_dtype = kept.get(name)
             # A shared module has several parents, and a parent may have it under several names: replace all of them.
             for parent in [m for m in module.modules() if m is not wrapper]:
-                for own, child in list(_torch.children_of(parent).items()):
+                for own_name, child in list(_torch.children_of(parent).items()):
                     if child is inner:
-                        setattr(parent, own, wrapper)
+                        setattr(parent, own_name, wrapper)
 
     # --- access to the wrapped module ------------------------------------------------------------------------------------
 
@@ -346,7 +331,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def cpu_offload(self) -> CPUOffload:
         """The `cpu_offload` argument; `CPUOffload(False)` if it was None."""
-        return CPUOffload(self._offload)
+        return self._cpu_offload
 
     @property
     def backward_prefetch(self) -> BackwardPrefetch | None:
@@ -555,7 +540,12 @@ class FullyShardedDataParallel(nn.Module):
             and (self._casts_root_inputs if self._is_root else self._casts_inputs)
         ):
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        if self._own_dtype is None:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        given = next((x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        args, kwargs = cast_floats(args, self._own_dtype), cast_floats(kwargs, self._own_dtype)
+        output = self._fsdp_wrapped_module(*args, **kwargs)
+        return output if given is None else cast_floats(output, given)
 
     def _update_precision(self) -> None:
         """Switch mixed precision off in eval mode and on in train mode (FSDP_USE_FULL_PREC_IN_EVAL=1).
@@ -576,7 +566,7 @@ class FullyShardedDataParallel(nn.Module):
                     "its backward: this changes its precision (FSDP_USE_FULL_PREC_IN_EVAL=1). First run the backward, or drop "
                     "the output."
                 )
-            unit.reconfigure(doing="train() or eval()", mp=_precision(mixed))
+            unit.reconfigure(doing="train() or eval()", mp=precision_of(mixed))
         for name, buffer in self.named_buffers(remove_duplicate=False):
             if name in self._buffer_dtypes:
                 buffer.data = buffer.data.to(mixed.buffer_dtype or self._buffer_dtypes[name])
@@ -644,9 +634,7 @@ class FullyShardedDataParallel(nn.Module):
                     f"register_comm_hook() cannot be used with {wrapper._strategy.name}: gradients are reduced in two steps, "
                     "and a hook replaces one. Use set_all_reduce_hook() of each wrapper, which runs after both."
                 )
-            options = unit.options
-            hooked = getattr(options.reduce_adapter, "reduce_scatter", None)
-            if isinstance(hooked, _HookReduceScatter) or isinstance(options.comm.collectives, _HookedCollectivesFactory):
+            if wrapper._has_comm_hook:
                 raise ValueError("register_comm_hook() was called before. A hook cannot be replaced.")
             unit.check_idle(doing="register_comm_hook()")
             unit.check_delivered(doing="register_comm_hook()")
@@ -655,12 +643,13 @@ class FullyShardedDataParallel(nn.Module):
             # reduce-scatter, in which scalars have no part; under NO_SHARD it replaces the all-reduce, which they have.
             replicates = wrapper._strategy is ShardingStrategy.NO_SHARD
             unit.configure(reduce=replace(unit.options.reduce, divide=1.0, custom_averages=not replicates))
-            adapter = Adapter(reduce_scatter=_HookReduceScatter(state, hook))
-            changes: dict[str, Any] = {"reduce_adapter": adapter}
             if replicates:
-                factory = _HookedCollectivesFactory(unit.axis.device.type, partial(hook, state))
-                changes = {"comm": replace(unit.options.comm, collectives=factory)}
+                factory = _HookedCollectives(unit.axis.device, partial(hook, state))
+                changes: dict[str, Any] = {"comm": replace(unit.options.comm, collectives=factory)}
+            else:
+                changes = {"reduce_adapter": Adapter(reduce_scatter=_HookReduceScatter(state, hook))}
             unit.reconfigure(doing="register_comm_hook()", **changes)
+            wrapper._has_comm_hook = True
 
     # --- unsharded parameters --------------------------------------------------------------------------------------------
 
@@ -805,8 +794,9 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: on every rank, before any state is communicated, if parameters, states or numeric settings differ
                 between ranks.
         """
-        state_format = _optimizer_format(FullyShardedDataParallel.get_state_dict_type(model))
-        return _save_optimizer_state(model, optim, state_format, group, optim_state_dict)
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        state_format = _format_of(settings, settings.optim_state_dict_config)
+        return state_dicts.optimizer_state(model, optim, state_format, _ranks(model, group, _SAVING), given=optim_state_dict)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -838,13 +828,15 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: on every rank, with the name, for missing or unknown parameters and for states that do not match.
         """
-        state_format = _optimizer_format(FullyShardedDataParallel.get_state_dict_type(model))
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        state_format = _format_of(settings, settings.optim_state_dict_config)
         groups = state_dicts.groups_of(model, optim)
+        ranks = _ranks(model, group, _LOADING)
         if state_format.kind is state_dicts.FULL and state_format.rank0_only:
-            optim_state_dict = _scatter_optimizer_state(model, optim_state_dict, groups, group)
+            optim_state_dict = state_dicts.scatter_state(model, optim_state_dict, groups, ranks)
         local = state_format.kind is state_dicts.LOCAL
         ready = state_dicts.load_optimizer_state(
-            model, optim_state_dict, groups, _ranks(model, group, _LOADING), local=local, by_name=is_named_optimizer
+            model, optim_state_dict, groups, ranks, local=local, by_name=is_named_optimizer
         )
         if load_directly:
             optim.load_state_dict(ready if "param_groups" in ready else {**optim.state_dict(), **ready})
@@ -874,7 +866,8 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: see `optim_state_dict`.
         """
         del optim_input
-        return _save_optimizer_state(model, optim, StateDictFormat(state_dicts.FULL, True, rank0_only), group)
+        state_format = StateDictFormat(state_dicts.FULL, True, rank0_only)
+        return state_dicts.optimizer_state(model, optim, state_format, _ranks(model, group, _SAVING))
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -893,7 +886,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: see `optim_state_dict`.
         """
-        return _save_optimizer_state(model, optim, StateDictFormat(state_dicts.SHARDED), group)
+        state_format = StateDictFormat(state_dicts.SHARDED)
+        return state_dicts.optimizer_state(model, optim, state_format, _ranks(model, group, _SAVING))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -955,8 +949,7 @@ class FullyShardedDataParallel(nn.Module):
             model: a wrapper, or a module that contains wrappers.
             optim_input: the parameters or parameter groups of the optimizer, if `optim` is None; None is all parameters.
             optim: an optimizer of the model's parameters.
-            group: process group of the participating ranks; None is the ranks of the model's mesh, which then must be 1-D or
-                include all ranks.
+            group: process group of the participating ranks; None is the ranks of the model's mesh.
 
         Returns:
             A state dict for `optimizer.load_state_dict`.
@@ -964,9 +957,9 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: see `optim_state_dict_to_load`, or if the first rank has no state.
         """
-        groups = state_dicts.groups_of(model, optim, optim_input)
-        whole = _scatter_optimizer_state(model, full_optim_state_dict, groups, group)
-        return state_dicts.load_optimizer_state(model, whole, groups, _ranks(model, group, _LOADING))
+        groups, ranks = state_dicts.groups_of(model, optim, optim_input), _ranks(model, group, _LOADING)
+        whole = state_dicts.scatter_state(model, full_optim_state_dict, groups, ranks)
+        return state_dicts.load_optimizer_state(model, whole, groups, ranks)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -1001,67 +994,26 @@ FSDP = FullyShardedDataParallel
 # --- construction ---------------------------------------------------------------------------------------------------------
 
 
-def _warn_about_ignored_arguments(*, use_orig_params: bool, limit_all_gathers: bool) -> None:
-    """Warn once for each argument that has no effect."""
-    if not use_orig_params:
-        warn_once(
-            "use_orig_params=False has no effect: there is no FlatParameter, and parameters are the originals as with True."
-        )
-    if not limit_all_gathers:
-        warn_once(
-            "limit_all_gathers=False has no effect: all-gathers are always limited to one unit ahead of the computing unit."
-        )
-
-
-def _add_full_precision_units(plan: Plan, module: nn.Module, given: FSDP1Arguments) -> list[str]:
-    """Add modules that mixed precision leaves out (batch norms) to the plan as separate units, and return their names."""
+def _add_full_precision_units(plan: Plan, module: nn.Module, given: FSDP1Arguments) -> dict[str, torch.dtype]:
+    """Add modules that mixed precision leaves out (batch norms) to the plan, each as a unit. Return their names and dtypes."""
     mixed = given.mixed_precision
-    kept: list[str] = []
-    if mixed is not None:
-        classes = _torch.left_out_of(mixed)
-        left_out = {id(inner) for inner in given.left_out}
-        planned = {name for unit in plan.units for name in unit.modules}
-        for name in plan.outline.kinds:
-            inner = module.get_submodule(name)
-            if name and isinstance(inner, classes) and id(inner) not in left_out:
-                if name not in planned:
-                    plan.add(name)
-                kept.append(name)
+    classes = () if mixed is None else _torch.left_out_of(mixed)
+    left_out = set(map(id, given.left_out))
+    kept: dict[str, torch.dtype] = {}
+    for name in plan.outline.kinds:
+        inner = module.get_submodule(name)
+        if name and isinstance(inner, classes) and id(inner) not in left_out:
+            if not any(name in unit.modules for unit in plan.units):
+                plan.add(name)
+            kept[name] = own_dtype(inner)
     if kept:
         names = sorted({type(module.get_submodule(name)).__name__ for name in kept})
         warn_once(f"Mixed precision with auto_wrap_policy: {', '.join(names)} are wrapped on their own, in full precision.")
     return kept
 
 
-def _options(given: FSDP1Arguments) -> dict[str, Any]:
-    """Return the options of `fully_shard` that correspond to the arguments."""
-    return {
-        "reshard_after_forward": False if given.strategy in _NO_RESHARD_AFTER_FORWARD else None,
-        "mp_policy": _precision(given.mixed_precision or MixedPrecision()),
-        "offload_policy": CPUOffloadPolicy() if given.offload else OffloadPolicy(),
-        "comm_policy": CommPolicy(),
-    }
-
-
-def _precision(mixed: MixedPrecision) -> MixedPrecisionPolicy:
-    # Without reduce_dtype, FSDP1 reduces in param_dtype. FSDP2 (torch 2.15) reduces in the dtype of the gradients instead.
-    return MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype, cast_forward_inputs=False)
-
-
 def _has_no_forward(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
-
-
-class _Items(nn.Module):
-    """Stand-in for a list or dict of modules, with the same children: `plan_model` needs a module that has a forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        for name, item in module.named_children():
-            self.add_module(name, item)
-
-    def forward(self) -> None:
-        raise NotImplementedError
 
 
 def _is_list(module: nn.Module, managed: ManagedTensors) -> bool:
@@ -1094,38 +1046,6 @@ _UNIT_METHODS: dict[str, Any] = {
 }
 
 
-def _check_overrides(units: Iterable[Any]) -> None:
-    known = set(FullyShardedDataParallel.__init__.__annotations__) - {"module", "auto_wrap_policy", "return"}
-    for unit in units:
-        for name in unit.options:
-            if name not in known:
-                raise ValueError(
-                    f"The policy returns the option '{name}' for '{unit.name}', which FullyShardedDataParallel does not have. "
-                    f"Expected one of {sorted(known)}."
-                )
-
-
-class _FullPrecisionHooks:
-    """Forward hooks for a module that mixed precision leaves out: cast inputs to its dtype, and outputs back."""
-
-    def __init__(self, module: nn.Module) -> None:
-        tensors = [*module.parameters(), *module.buffers()]
-        self._own = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
-        self._given: torch.dtype | None = None
-
-    def register(self, wrapper: nn.Module) -> None:
-        wrapper.register_forward_pre_hook(self._before, with_kwargs=True)
-        wrapper.register_forward_hook(self._after)
-
-    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
-        self._given = tensors[0].dtype if tensors else None
-        return cast_floats(args, self._own), cast_floats(kwargs, self._own)
-
-    def _after(self, _: nn.Module, args: Any, output: Any) -> Any:
-        return output if self._given is None else cast_floats(output, self._given)
-
-
 # --- saving and loading ---------------------------------------------------------------------------------------------------
 
 
@@ -1147,15 +1067,8 @@ def _state_dict_settings(
     return StateDictSettings(kind, config, optim_config)
 
 
-def _model_format(settings: StateDictSettings) -> StateDictFormat:
-    config: Any = settings.state_dict_config
-    kind = settings.state_dict_type
-    return StateDictFormat(kind, config.offload_to_cpu, getattr(config, "rank0_only", False), rows=kind is state_dicts.LOCAL)
-
-
-def _optimizer_format(settings: StateDictSettings) -> StateDictFormat:
-    config: Any = settings.optim_state_dict_config
-    return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False))
+def _format_of(settings: StateDictSettings, config: Any, *, rows: bool = False) -> StateDictFormat:
+    return StateDictFormat(settings.state_dict_type, config.offload_to_cpu, getattr(config, "rank0_only", False), rows)
 
 
 def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -1163,13 +1076,14 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
 
     Wrappers below have converted their own entries already: a DTensor can still be converted, a full tensor stays full.
     """
-    state_format = _model_format(module._state_dict_settings)
+    settings = module._state_dict_settings
+    state_format = _format_of(settings, settings.state_dict_config, rows=settings.state_dict_type is state_dicts.LOCAL)
     unit: Unit | None = module._own_unit
     if unit is not None and unit.shows_plain and state_format.kind is not state_dicts.FULL:
         raise StateError(
             f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
         )
-    keep = state_format.keeps(first=_is_first_rank(module, None))
+    keep = state_format.keeps(first=_ranks(module, None, "state_dict()").index == 0)
     dtypes = module._buffer_dtypes
     # What the wrapped module has just written, and no entries that a `destination` of the caller had before.
     for key in [key for key in state_dict if key.startswith(f"{prefix}_fsdp_wrapped_module.")]:
@@ -1202,7 +1116,7 @@ def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: s
         name = key[len(prefix) :]
         if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
             raise ValueError(f"'{key}' cannot be loaded: it is a FlatParameter of FSDP1. Save FULL_STATE_DICT with FSDP1.")
-        logical = next(iter(logical_parameters([known[name]])), None) if name in known else None
+        logical = state_dicts.logical_of(known[name]) if name in known else None
         if unit is None or logical is None or logical not in unit.parameters:
             pass  # the wrapper of that parameter converts it; ignored parameters and buffers need no conversion
         elif isinstance(value, _torch.ShardedTensor):
@@ -1233,17 +1147,6 @@ def _load_state_dict_post_hook(module: Any, incompatible: Any) -> None:
         names[:] = [clean_name(name) for name in names]
 
 
-def _save_optimizer_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state_format: StateDictFormat,
-    group: dist.ProcessGroup | None,
-    given: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    ranks, first = _ranks(model, group, "optim_state_dict()"), _is_first_rank(model, group)
-    return state_dicts.optimizer_state(model, optimizer, state_format, ranks, given=given, first=first)
-
-
 def _ranks(model: nn.Module, group: dist.ProcessGroup | None, doing: str) -> Agreement:
     """Return the ranks that save or load together: the ranks of `group`, or of the model's mesh if `group` is None."""
     unit = next(iter(units_of(model, True)), None)
@@ -1255,38 +1158,6 @@ def _ranks(model: nn.Module, group: dist.ProcessGroup | None, doing: str) -> Agr
     # Streams of their own, and so a runtime and a log of their own. If the optimizers of the ranks differ, the logs of their
     # steps have diverged already, but the ranks can still compare parameters and settings, and name the one that differs.
     return Agreement(Runtime.of(device, CommPolicy(lanes=stream_for)).communicator, axes, name, doing)
-
-
-def _scatter_optimizer_state(
-    model: nn.Module, saved: dict[str, Any] | None, groups: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    known = state_dicts.names_of(model)
-    logical = {known[id(p)]: next(iter(logical_parameters([p])), None) for own in groups for p in own if id(p) in known}
-    units = [unit for module in model.modules() if (unit := unit_of(module)) is not None]
-    device = units[0].axis.device if units else torch.device("cpu")
-
-    def shard(name: str, whole: Tensor) -> Any:
-        parameter = logical.get(name)
-        fits = parameter is not None and whole.shape == parameter.shape
-        return shard_of(parameter, whole, dtype=whole.dtype) if parameter is not None and fits else whole
-
-    mesh = units[0].axis.mesh if units else None
-    if group is None and mesh is not None and mesh.ndim == 1:
-        group = mesh.get_group()
-    elif group is None and mesh is not None and mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"The optimizer state cannot be scattered: it is on the first of {mesh.size()} mesh ranks, out of "
-            f"{dist.get_world_size()} ranks. Pass group=, the process group of the mesh ranks."
-        )
-    return state_dicts.scatter_state(saved, group, device, shard)
-
-
-def _is_first_rank(model: nn.Module, group: dist.ProcessGroup | None) -> bool:
-    """Return True if this rank is the first rank of `group`, or of the model's mesh if `group` is None."""
-    if group is not None:
-        return dist.get_rank(group) == 0
-    unit = next(iter(units_of(model, True)), None)
-    return dist.get_rank() == 0 if unit is None else not any(unit.axis.mesh.get_coordinate() or ())
 
 
 __all__ = [

@@ -329,8 +329,7 @@ def add_full_precision_units(
         for name in plan.outline.below(unit.modules, stop=stops):
             module = model.get_submodule(name)
             if isinstance(module, classes) and id(module) not in left_out:
-                tensors = [*module.parameters(), *module.buffers()]
-                dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+                dtype = own_dtype(module)
                 if dtype != mp.param_dtype:
                     kept.setdefault(dtype, []).append(name)
                     class_names[type(module).__name__] = None
@@ -341,3 +340,9 @@ def add_full_precision_units(
             else:
                 plan.add(*names, why=WHY_FULL_PRECISION, **{**unit.options, "mp_policy": own})
     return list(class_names)
+
+
+def own_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter or buffer of a module; float32 if it has none."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
