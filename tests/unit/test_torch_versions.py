@@ -41,11 +41,11 @@ def test_groups_of_our_own_have_our_names_and_are_not_split_from_the_default_gro
         made = _torch.new_group("shards of one model", [3, 1])
         assert world.bound_device_id == torch.device("cuda:0")
         assert dist.get_process_group_ranks(made) == [3, 1] and made.rank() == 1 and _torch.is_alive(made)
-        name = _torch.group_name(made)
+        name = made.group_name
         dist.destroy_process_group(made)
         world.bound_device_id = None
         dist.new_group([0, 1])
-        assert _torch.group_name(_torch.new_group("shards of one model", [3, 1])) == name
+        assert _torch.new_group("shards of one model", [3, 1]).group_name == name
     finally:
         dist.destroy_process_group()
 

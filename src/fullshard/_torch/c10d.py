@@ -45,19 +45,6 @@ def abort_group(group: dist.ProcessGroup, device: torch.device) -> None:
 _UNSENT_TAG = 0x1FFFFFFF
 
 
-def group_name(group: dist.ProcessGroup) -> str:
-    """Return the name of a process group, which is equal on all its ranks."""
-    return group.group_name
-
-
-def global_rank() -> int:
-    return dist.get_rank()
-
-
-def world_size() -> int:
-    return dist.get_world_size()
-
-
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend for tensors of `device` in `group`, in lower case. Each device type may have one."""
     # Private: `_get_backend`. `dist.get_backend` takes no device.
@@ -67,20 +54,6 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         if type(group) is dist.ProcessGroup:
             raise
         return dist.get_backend(group)  # a subclass in Python that has no backends and runs all collectives itself
-
-
-def is_nccl(name: str) -> bool:
-    """Return True for every implementation of nccl: torch 2.15 has several, as "nccl2" and "nccl-legacy"."""
-    return name.startswith("nccl")
-
-
-def has_backend(device: torch.device) -> bool:
-    """Return True if the default process group supports tensors of this device."""
-    try:
-        world = dist.group.WORLD
-        return world is not None and bool(backend_name(world, device))
-    except RuntimeError:
-        return False
 
 
 # --- new process groups ----------------------------------------------------------------------------------------------
@@ -146,7 +119,8 @@ def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Call
     name = backend_name(group, device)
     backend = group._get_backend(device)
     supports = getattr(backend, "supports_tensor_alloc", None)
-    if supports is None or not (is_nccl(name) or supports(device)):
+    is_nccl = name.startswith("nccl")  # torch 2.15 has "nccl2" and "nccl-legacy" as well
+    if supports is None or not (is_nccl or supports(device)):
         raise ValueError(
             f"This setting is not available: the {name} backend allocates no memory for messages. Use nccl, or leave this "
             "setting off."
@@ -209,15 +183,6 @@ def own_store(store: Any, prefix: str) -> Any:
         return dist.distributed_c10d.PrefixStore(prefix, clone)
     except (RuntimeError, NotImplementedError):
         return dist.distributed_c10d.PrefixStore(prefix, store)
-
-
-NetworkError: type[Exception] = dist.DistNetworkError
-"""Error of a request to a store whose server is gone."""
-
-
-def has_extended_api(store: Any) -> bool:
-    """Return True if the store can read or set several keys in one request."""
-    return bool(store.has_extended_api())
 
 
 def store_host(store: Any) -> str | None:

@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from fullshard._torch.c10d import has_backend
+from fullshard._torch.c10d import backend_name
 
 # --- devices and streams ---------------------------------------------------------------------------------------------
 
 
 def accelerator() -> torch.device | None:
     """Return the accelerator of this machine, without an index; None if the default process group does not support it."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and has_backend(found) else None
+    found, world = torch.accelerator.current_accelerator(check_available=True), dist.group.WORLD
+    try:
+        return found if found is not None and world is not None and backend_name(world, found) else None
+    except RuntimeError:
+        return None
 
 
 def device_of(kind: str) -> torch.device:
@@ -82,8 +85,7 @@ def relax_capture_mode() -> None:
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for all tensors over one storage. It is unique as long as the storage lives."""
     # Private: `_cdata`, the address of the storage in C++. `data_ptr()` is 0 on meta and after `resize_(0)`.
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return tensor.untyped_storage()._cdata
 
 
 def references(tensor: Tensor) -> tuple[int, int]:
@@ -91,8 +93,7 @@ def references(tensor: Tensor) -> tuple[int, int]:
     # Private: the C++ reference counts, by which autograd decides whether it may add gradients in place.
     # `_autograd_only_references` in foresight/trace.py measures the counts of a tensor that only autograd refers to, so other
     # counts in another torch do no harm.
-    held: Any = tensor
-    return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), torch._C._storage_Use_Count(storage_key(tensor))  # type: ignore[attr-defined]
 
 
 def has_aliases(tensor: Tensor) -> bool:
@@ -100,17 +101,17 @@ def has_aliases(tensor: Tensor) -> bool:
     # Private: the C++ reference count. `tensor` and the Python object of `untyped_storage()` count one each.
     if tensor.device.type == "meta":
         return False
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+    return torch._C._storage_Use_Count(storage_key(tensor)) > 2
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors share a storage."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return storage_key(one) == storage_key(other)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors share a storage; False if `one` is a wrapper subclass, which has no storage."""
-    return not isinstance(one, DTensor) and type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
+    return type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
 
 
 # --- scaling and copies ----------------------------------------------------------------------------------------------
@@ -122,11 +123,6 @@ def scale(tensors: Sequence[Tensor], factor: float) -> None:
         tensors[0].mul_(factor)
     else:
         torch._foreach_mul_(list(tensors), factor)
-
-
-def split_copy(packed: Tensor, sizes: list[int], outs: list[Tensor]) -> None:
-    """Copy the column blocks of `packed` (ranks, sum of sizes) to `outs`, each (ranks, size), in one call."""
-    torch.split_with_sizes_copy(packed, sizes, 1, out=outs)
 
 
 def chunk_cat(tensors: Sequence[Tensor], out: Tensor) -> None:

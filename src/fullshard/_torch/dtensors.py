@@ -46,7 +46,7 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 
 def is_shard(placement: Placement, dim: int | None = None) -> bool:
     """Return True if a placement shards (`dim`, if given), strided or not."""
-    # Private: `_StridedShard`, which is not a subclass of Shard in some versions of torch.
+    # Private: `_StridedShard`, which is not a subclass of Shard.
     return isinstance(placement, (Shard, _StridedShard)) and (dim is None or placement.dim == dim)
 
 
@@ -55,23 +55,9 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def _all_dtensors(kinds: set[type]) -> bool:
-    return all(issubclass(kind, DTensor) for kind in kinds)
-
-
-def are_dtensors(tensors: Sequence[Any]) -> bool:
-    return _all_dtensors(set(map(type, tensors)))
-
-
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
     """Return the spec of each DTensor, and None for other values."""
-    # By class first: an optimizer lists thousands of tensors of one class, and `isinstance` on each takes longer.
-    kinds = set(map(type, tensors))
-    if _all_dtensors(kinds):
-        return [tensor._spec for tensor in tensors]
-    if not any(issubclass(kind, DTensor) for kind in kinds):
-        return [None] * len(tensors)
-    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+    return [getattr(tensor, "_spec", None) for tensor in tensors]
 
 
 # --- DTensors and their local tensors --------------------------------------------------------------------------------
@@ -146,19 +132,9 @@ def local_part(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def locals_of(tensors: Sequence[Any]) -> Sequence[Any]:
+def locals_of(tensors: Sequence[Any]) -> list[Any]:
     """Return the local tensors of DTensors; other values unchanged."""
-    kinds = set(map(type, tensors))
-    if _all_dtensors(kinds):
-        return [tensor._local_tensor for tensor in tensors]
-    if not any(issubclass(kind, DTensor) for kind in kinds):
-        return tensors
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def local_pair(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the local tensors of two DTensors with equal placements; other tensors unchanged."""
-    return getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 def with_version_of(detached: DTensor, origin: DTensor) -> DTensor:

@@ -58,16 +58,8 @@ _PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_
 def grouped_mm_shape(
     one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return an empty result of `grouped_mm`, with rows aligned to 16 bytes as torch's kernel aligns them.
-
-    Args:
-        one: (rows, inner), or (groups, rows, inner).
-        other: (groups, inner, columns), or (inner, columns).
-        offs: end of each group, along the rows, the columns or the summed dim.
-        bias: not used.
-        out_dtype: dtype of the result; None for the dtype of `one`.
-    """
-    if one.dim() == other.dim() == 2:
+    """Return an empty result of `grouped_mm`, with rows aligned to 16 bytes as torch's kernel aligns them."""
+    if one.dim() == other.dim() == 2:  # the summed dim is in groups
         assert offs is not None
         shape = (offs.shape[0], one.shape[0], other.shape[1])
     else:
@@ -89,11 +81,7 @@ def product_in_float8(one: Tensor, other: Tensor) -> Tensor:
 
 
 def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count the floating-point operations of a matrix product or of attention. A multiply-add counts as two.
-
-    Returns:
-        The count; 0 for other operators.
-    """
+    """Count the floating-point operations of a matrix product or of attention; 0 of others. A multiply-add counts as two."""
     ours = _FLOPS.get(operation.overloadpacket)
     if ours is not None:
         return ours(*args, **kwargs)

@@ -72,14 +72,14 @@ def extend_trunc_normal(instead: Callable[..., Tensor]) -> Undo:
 
 def extended(owner: Any, name: str, instead: Callable[..., Any]) -> Undo:
     """Replace a function of a module or class by `instead`, which gets that function and its arguments."""
-    inner = getattr(owner, name)
+    inner, is_inherited = getattr(owner, name), name not in vars(owner)
 
     @functools.wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
         return instead(inner, *args, **kwargs)
 
     setattr(owner, name, call)
-    return lambda: setattr(owner, name, inner)
+    return lambda: delattr(owner, name) if is_inherited else setattr(owner, name, inner)
 
 
 def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:

@@ -12,16 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import _muon
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from fullshard._torch.nn import Undo, extended
-
-
-def on_optimizer_step(before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Call `before` and `after` (optimizer, args, kwargs) around the step of any optimizer."""
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
 
 
 def register_first_step_post_hook(hook: Callable[..., None]) -> RemovableHandle:

@@ -5,14 +5,17 @@ Several contexts let it detect features of torch that it cannot simulate.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard._torch.nn import extended
 
 
 @contextmanager
@@ -56,97 +59,76 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Replace attributes of a class or module in the block."""
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
+def _extended(owner: Any, **instead: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of a module or class in the block, by functions that get the replaced one and its arguments."""
+    undo = [extended(owner, name, function) for name, function in instead.items()]
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for one in undo:
+            one()
 
 
-@contextmanager
-def on_numpy(values: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def on_numpy(values: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
     """Let `tensor.numpy()` of a meta tensor return the array of `values(tensor)` in the block."""
-    numpy = Tensor.numpy
 
-    def made(self: Tensor, *, force: bool = False) -> Any:
-        return numpy(values(self) if self.is_meta else self, force=force)
+    def made(numpy: Any, tensor: Tensor, *, force: bool = False) -> Any:
+        return numpy(values(tensor) if tensor.is_meta else tensor, force=force)
 
-    Tensor.numpy = made  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del Tensor.numpy  # the method is inherited from the C base class again
+    return _extended(Tensor, numpy=made)
 
 
-@contextmanager
-def on_compiled(notify: Callable[[], None]) -> Iterator[None]:
+def on_compiled(notify: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `notify` at each call of a function of torch.compile, and run that function without compilation, in the block."""
-    # Private: `_callback_from_stance`, which every compiled function calls before it runs. The public `set_stance` can also run
-    # functions without compilation, but does not report the calls. If torch stops calling it, no call is reported.
-    callback_of = torch._dynamo.eval_frame._callback_from_stance
 
-    def callback(asked: Any) -> Any:
+    def callback(callback_of: Any, asked: Any) -> Any:
         if not callable(asked):  # None disables dynamo, and False only runs code that is compiled already
             return callback_of(asked)
         notify()
         return None
 
-    with _replaced(torch._dynamo.eval_frame, _callback_from_stance=callback):
-        yield
+    # Private: `_callback_from_stance`, which every compiled function calls before it runs. The public `set_stance` can also run
+    # functions without compilation, but does not report the calls. If torch stops calling it, no call is reported.
+    return _extended(torch._dynamo.eval_frame, _callback_from_stance=callback)
 
 
-@contextmanager
-def on_activation_offload(notify: Callable[[], None]) -> Iterator[None]:
+def on_activation_offload(notify: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `notify` before torch's `save_on_cpu` starts to keep activations in host memory, in the block."""
-    # Replaces `__init__` rather than the class, so that names imported earlier are covered.
-    offload: Any = torch.autograd.graph.save_on_cpu
-    made = offload.__init__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(made: Any, *args: Any, **kwargs: Any) -> None:
         notify()
-        made(self, *args, **kwargs)
+        made(*args, **kwargs)
 
-    with _replaced(offload, __init__=init):
-        yield
+    # `__init__` rather than the class, so that names imported earlier are covered.
+    return _extended(torch.autograd.graph.save_on_cpu, __init__=init)
 
 
-@contextmanager
-def on_context_parallel(notify: Callable[[], None]) -> Iterator[None]:
+def on_context_parallel(notify: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `notify` when context parallelism takes over attention, in the block."""
     import torch.distributed.tensor.experimental._context_parallel._attention as attention  # imported late: 12 ms
 
-    # Private: the function by which the public `context_parallel` switches the dispatcher. If torch stops calling it, context
-    # parallelism is not detected.
-    before = attention._enable_context_parallel_dispatcher_impl
-
-    def enable(*args: Any, **kwargs: Any) -> Any:
+    def enable(before: Any, *args: Any, **kwargs: Any) -> Any:
         notify()
         return before(*args, **kwargs)
 
-    with _replaced(attention, _enable_context_parallel_dispatcher_impl=enable):
-        yield
+    # Private: the function by which the public `context_parallel` switches the dispatcher. If torch stops calling it, context
+    # parallelism is not detected.
+    return _extended(attention, _enable_context_parallel_dispatcher_impl=enable)
 
 
-@contextmanager
-def on_autocast(notify: Callable[[], None]) -> Iterator[None]:
+def on_autocast(notify: Callable[[], None]) -> AbstractContextManager[None]:
     """Call `notify` before an enabled torch.autocast is created or entered, in the block."""
-    # Private: `_enabled`. An instance that was created before the block is caught when it is entered.
-    init, enter = torch.autocast.__init__, torch.autocast.__enter__
+    signature = inspect.signature(torch.autocast)
 
-    def made(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        if enabled:  # before `init`, which warns and disables it if the machine has no such device
+    def init(made: Any, autocast: Any, *args: Any, **kwargs: Any) -> None:
+        # before `made`, which warns and disables it if the machine has no such device
+        if signature.bind(*args, **kwargs).arguments.get("enabled", True):
             notify()
-        init(self, device_type, dtype, enabled, cache_enabled)
+        made(autocast, *args, **kwargs)
 
-    def entered(self: Any) -> Any:
-        if self._enabled:
+    def enter(entered: Any, autocast: Any) -> Any:
+        if autocast._enabled:  # Private: so an instance that was created before the block is caught
             notify()
-        return enter(self)
+        return entered(autocast)
 
-    with _replaced(torch.autocast, __init__=made, __enter__=entered):
-        yield
+    return _extended(torch.autocast, __init__=init, __enter__=enter)

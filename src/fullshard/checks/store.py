@@ -44,7 +44,7 @@ class StateStore:
         self.is_cut_off = False
         self._last: dict[str, bytes] = {}  # records that were read before the store was cut off
         self._store = store
-        self._extended = _torch.has_extended_api(store)
+        self._extended = store.has_extended_api()  # several keys in one request
         self._present: set[str] = set()  # keys known to exist; keys are never deleted
         self._published: dict[str, bytes] = {}  # records as last published
         self._gap = 0  # polls that found the next notice missing

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall, headline
 from fullshard.checks.state import RankState, WaitState
@@ -135,7 +137,7 @@ class Watchdog:
                     return PROCESS.end_destroyed(self)
                 self.check()
                 failures = 0
-            except _torch.NetworkError:  # the store cannot be reached: its rank ended
+            except dist.DistNetworkError:  # the store cannot be reached: its rank ended
                 return
             except Exception as failure:
                 failures += 1
@@ -356,7 +358,7 @@ class _Process:
                 before = self.watchdog
                 own = _torch.own_store(store, f"fullshard/{self._generation}")
                 self._generation += 1
-                self.watchdog = Watchdog(StateStore(own, _torch.global_rank(), _torch.world_size()))
+                self.watchdog = Watchdog(StateStore(own, dist.get_rank(), dist.get_world_size()))
                 self.store = store
             found = self.watchdog
         if before is not None:  # the watchdog of a process group that was destroyed a moment ago
@@ -411,5 +413,5 @@ def positions() -> str:
     """
     watchdog = PROCESS.watchdog
     found = [] if watchdog is None else watchdog.positions()
-    rank = "" if watchdog is None else f"rank {_torch.global_rank()}: "
+    rank = "" if watchdog is None else f"rank {dist.get_rank()}: "
     return "\n".join(f"{rank}{text}" for text in found or ["before the first collective"])

@@ -107,7 +107,7 @@ def _log_name(axis: ShardAxis) -> str:
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
         # Threads may create their logs in any order, so logs are counted by process group.
-        name = f"{name} {_torch.group_name(axis.group)}"
+        name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
 

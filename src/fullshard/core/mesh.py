@@ -166,7 +166,7 @@ def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: 
     _forget_dead_subgroups()
     key = id(owner), role, tuple(ranks)
     if key not in _SUBGROUPS:
-        unique = _torch.group_name(owner) if name is None else name
+        unique = owner.group_name if name is None else name
         _SUBGROUPS[key] = owner, _torch.new_group(f"fullshard {unique} {role} {ranks}", ranks)
     return _SUBGROUPS[key][1]
 

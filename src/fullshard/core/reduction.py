@@ -397,7 +397,7 @@ def _complete(started: StartedWork) -> None:
 
 def _add(total: Tensor, more: Tensor) -> None:
     """Add `more` to `total` in place."""
-    total, more = _torch.local_pair(total, more)
+    total, more = _torch.locals_of([total, more])
     total.add_(more)
 
 

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fullshard import _torch
 from fullshard.comm.base import StartedWork
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
@@ -124,7 +123,7 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
         steps.append(partial(torch._foreach_copy_, *_runs(packed, flat, sizes, offsets)))
     elif sizes:
         regions = [flat[offset:][: ranks * size].view(ranks, -1) for offset, size in zip(offsets, sizes)]
-        steps.append(partial(_torch.split_copy, packed[:, : sum(sizes)], sizes, regions))
+        steps.append(partial(torch.split_with_sizes_copy, packed[:, : sum(sizes)], sizes, 1, out=regions))
     if permuted:
         steps.append(partial(torch._foreach_copy_, permuted, blocks))
     return steps
@@ -284,7 +283,7 @@ class FlatBuffer:
     """The unsharded buffer of a group with a flat shard: the all-gather output.
 
         direct   shard view  --(cast into own chunk)------------all-gather--> region of a large parameter, no copy-out
-        packed   shard range --(cast into own chunk of staging)-all-gather--> staging (ranks, packed) --split_copy--> regions
+        packed   shard range --(cast into own chunk of staging)-all-gather--> staging (ranks, packed) --split--> regions
 
     Without a cast, the input of the all-gather is the shard itself.
 

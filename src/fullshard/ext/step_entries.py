@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard.core import CollectiveLog, Fingerprint, Runtime, ShardedParameter, UnitName
-from fullshard.optim.optimizer_hooks import register_step_listener
+from fullshard.optim.optimizer_hooks import STEP_LISTENERS
 
 _IMPLEMENTATION_OPTIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))  # do not change the result
 _PLAIN = (bool, int, float, str)
@@ -51,7 +51,7 @@ class StepEntries:
             for (runtime, log), members in found.items()
         ]
 
-    def after_step(self, groups: Sequence[dict[str, Any]]) -> None:
+    def __call__(self, groups: Sequence[dict[str, Any]]) -> None:
         """Add an entry for one step to every log."""
         options = [
             tuple([value if type(value := group.get(name)) in _PLAIN else _plain(value) for name in self._names])
@@ -91,6 +91,6 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
-register_step_listener(StepEntries)
+STEP_LISTENERS.append(StepEntries)
 
 __all__: list[str] = []

@@ -51,49 +51,30 @@ class StepOrder:
     The order must be equal on all ranks, since operations on DTensors may run collectives. So it depends only on the shapes
     and on the set of parameters with gradients, and no parameter is left out. Empty ones are not moved to the front, for the
     reason in `placeholder`.
-    """
 
-    __slots__ = ("_optimizer_hooks", "_put", "_shares")
+    torch runs no hook after a step that raised, which leaves the order in place. `leave` is called again before the next step,
+    and before a state dict is saved or loaded.
+    """
 
     def __init__(self, sharded: Iterable[ShardedParameter]) -> None:
         known: dict[Any, float] = {}
         shares = {id(one.sharded): _share(one.sharding, known) for one in sharded}
         self._shares = {key: share for key, share in shares.items() if share < 1}
         self._put: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []  # group, key, list before, list now
-        self._optimizer_hooks: list[Any] = []
 
     def enter(self, optimizer: Optimizer, *, has_closure: bool = False) -> None:
         """Put the parameters of each group into the order for the step.
 
         `has_closure`: whether the step calls a closure first, which makes the gradients of all trainable parameters.
         """
-        if not self._shares:
-            return
-        for group in optimizer.param_groups:
-            members = group["params"]
-            order = self._order(members, has_closure)
-            if order is None:
-                continue
+        for group in optimizer.param_groups if self._shares else ():
+            order = self._order(group["params"], has_closure)
             for key in ("params", "param_names"):
                 listed = group.get(key)
                 if isinstance(listed, list) and len(listed) == len(order):
                     before, now = list(listed), [listed[index] for index in order]
                     self._put.append((group, key, before, now))
                     listed[:] = now
-        if self._put and not self._optimizer_hooks:
-            # torch runs no hook after a step that raised, which leaves this order in place. Restore the former order before a
-            # state dict is saved or loaded. Keep it for a load with names, as by torch.distributed.checkpoint, which has taken
-            # the names in the present order.
-            self._optimizer_hooks += [
-                optimizer.register_state_dict_pre_hook(lambda _: self.leave()),
-                optimizer.register_load_state_dict_pre_hook(self._before_load),
-            ]
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks of the optimizer, which another order takes the place of."""
-        for handle in self._optimizer_hooks:
-            handle.remove()
-        self._optimizer_hooks.clear()
 
     def leave(self) -> None:
         """Restore the former order, except in lists that other code changed meanwhile."""
@@ -103,12 +84,8 @@ class StepOrder:
             if isinstance(listed, list) and is_same(listed, now):
                 listed[:] = before
 
-    def _before_load(self, _: Optimizer, state_dict: Any) -> None:
-        if not any(isinstance(key, str) for group in state_dict["param_groups"] for key in group["params"]):
-            self.leave()
-
-    def _order(self, members: list[Any], has_closure: bool) -> list[int] | None:
-        """Return the indices of `members` in the order for the step; None if they are in order already."""
+    def _order(self, members: list[Any], has_closure: bool) -> list[int]:
+        """Return the indices of `members` in the order for the step."""
         steps = [one.grad is not None or (has_closure and one.requires_grad) for one in members]
         # (share, index) of the parameter to be the last one, for each dtype, since kernels get one list per dtype.
         last: dict[torch.dtype, tuple[float, int]] = {}
@@ -122,8 +99,7 @@ class StepOrder:
             _, end = last.get(members[index].dtype, (0, len(members)))
             return (end, False) if index > end and steps[index] else (index, True)
 
-        order = sorted(range(len(members)), key=place)
-        return None if order == list(range(len(members))) else order
+        return sorted(range(len(members)), key=place)
 
 
 def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.optim.pieces import is_same
 
 ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
     optim.Adadelta,
@@ -58,8 +59,6 @@ class LocalStep:
     their parameters.
     """
 
-    __slots__ = ("_cached", "_momenta", "_optimizer")
-
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._cached: dict[int, _CachedLists] = {}  # by id of the group
@@ -97,48 +96,52 @@ class LocalStep:
         momenta, self._momenta = self._momenta, []
         for parameters, local_parameters, may_be_new in momenta:
             # Always remove SGD's entries for the local tensors: the local tensors of the next step are other objects.
-            states = [*map(optimizer.state.pop, local_parameters, repeat(None))]
-            if may_be_new:
-                _move_momenta(states, optimizer.state, parameters)
+            local_states = [*map(optimizer.state.pop, local_parameters, repeat(None))]
+            for parameter, local_state in zip(parameters, local_states) if may_be_new else ():
+                if local_state is None or optimizer.state[parameter].get("momentum_buffer") is not None:
+                    continue
+                buffer = local_state["momentum_buffer"]
+                if buffer is not None and isinstance(parameter, DTensor):
+                    buffer = _torch.dtensor(buffer, _torch.spec_of(parameter))  # type: ignore[arg-type]
+                optimizer.state[parameter]["momentum_buffer"] = buffer
 
 
 class _CachedLists:
     """Cached tensor lists of a group, valid while only the gradients change."""
 
-    __slots__ = ("_bool_options", "_keys", "_members", "_specs", "_without_gradient", "parameters", "result")
-
     def __init__(
         self, group: dict[str, Any], state: dict[Any, Any], lists: Sequence[list[Any]], specs: list[list[Any]], result: Any
     ) -> None:
-        """Cache `lists`, as filled by the optimizer, and the DTensor `specs` of their tensors."""
-        # `parameters`: the parameters with gradients
-        self.parameters, self.result = list(lists[0]), result  # `result`: the result of `_init_group`
+        """Cache `lists`, as filled by the optimizer with this `result`, and the DTensor `specs` of their tensors."""
+        self.parameters, self.result = list(lists[0]), result  # the parameters with gradients
         self._bool_options, self._specs = _bool_options(group), specs
         listed = set(map(id, self.parameters))
         self._members = list(group["params"])
         self._without_gradient = [parameter for parameter in self._members if id(parameter) not in listed]
         # The key in the optimizer's state from which each list after parameters and gradients is filled; None for a list that
-        # stays empty. No list of keys if some listed tensor is not in the state: then these lists cannot be filled again.
-        self._keys: list[str | None] | None = []
+        # stays empty. No list of keys if these lists cannot be filled again: some listed tensor is not in the state, or some
+        # gradient is plain, and may be sparse the next time.
+        self._keys: list[str | None] | None = None
+        if any(spec is None for spec in specs[1]):
+            return
+        found: list[str | None] = []
         states = [state.get(parameter, {}) for parameter in self.parameters]
         for tensors in lists[2:]:
             keys = [key for key in states[0] if states[0][key] is tensors[0]] if tensors else [None]
             if not keys or not all(map(is_, tensors, [values.get(keys[0]) for values in states])):
-                self._keys = None
                 return
-            self._keys.append(keys[0])
+            found.append(keys[0])
+        self._keys = found
 
     def fill(self, group: dict[str, Any], state: dict[Any, Any], lists: Sequence[list[Any]]) -> bool:
         """Fill `lists` with local tensors and return True. Return False and change nothing if more than gradients changed."""
-        # This runs in every step of every group, so loops over tensors are calls of `map`. Tensors are compared by identity.
+        # This runs in every step of every group, so loops over tensors are calls of `map`.
         members = group["params"]
-        if self._keys is None or self._bool_options != _bool_options(group) or len(members) != len(self._members):
+        if self._keys is None or self._bool_options != _bool_options(group) or not is_same(members, self._members):
             return False
-        if not all(map(is_, members, self._members)) or any(other.grad is not None for other in self._without_gradient):
+        if any(other.grad is not None for other in self._without_gradient):
             return False
         grads = [parameter.grad for parameter in self.parameters]
-        if not _torch.are_dtensors(grads):
-            return False
         states = [*map(state.get, self.parameters)]
         try:
             state_lists = [[] if key is None else [*map(itemgetter(key), states)] for key in self._keys]  # type: ignore[arg-type]
@@ -155,16 +158,6 @@ class _CachedLists:
 def _bool_options(group: dict[str, Any]) -> list[Any]:
     """Return the options that can change which tensors are listed: flags such as `amsgrad`, and True if momentum is used."""
     return [bool(group.get("momentum")), *[value for value in group.values() if type(value) is bool]]
-
-
-def _move_momenta(local_states: Sequence[dict[str, Any] | None], state: dict[Any, Any], parameters: Sequence[Tensor]) -> None:
-    """Move new momentum buffers from the states of the local tensors to the states of their parameters, as DTensors."""
-    for parameter, local_state in zip(parameters, local_states):
-        if local_state is not None and state[parameter].get("momentum_buffer") is None:
-            buffer = local_state["momentum_buffer"]
-            if buffer is not None and isinstance(parameter, DTensor):
-                buffer = _torch.dtensor(buffer, _torch.spec_of(parameter))  # type: ignore[arg-type]
-            state[parameter]["momentum_buffer"] = buffer
 
 
 def _have_equal_placements(lists: Sequence[Sequence[Any]], specs: Sequence[Sequence[Any]]) -> bool:

@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
-from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard import _torch
 from fullshard.core import (
@@ -34,28 +34,18 @@ from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon, splits_of
+from fullshard.optim.pieces import is_same
 from fullshard.optim.whole_view import has_whole_view
 from fullshard.policies import LintWarning
 
 _CACHE = "_fullshard_optimizer_cache"  # attribute of an optimizer: its _OptimizerCache
 
 
-class StepListener(Protocol):
-    """Is told of the steps of one optimizer that has sharded parameters."""
+MakeListener = Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParameter]]], Callable[[list[dict[str, Any]]], None]]
+"""Returns what is called after each step of an optimizer, with its `param_groups`. Of the sharded parameters of each group."""
 
-    def after_step(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Note that the optimizer made a step; `groups`: its `param_groups`."""
-        ...
-
-
-_LISTENERS: list[Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParameter]]], StepListener]] = []
-
-
-def register_step_listener(
-    make: Callable[[torch.optim.Optimizer, Sequence[Sequence[ShardedParameter]]], StepListener],
-) -> None:
-    """Let `make`, of an optimizer and the sharded parameters of each group, create a listener, and again when these change."""
-    _LISTENERS.append(make)
+STEP_LISTENERS: list[MakeListener] = []
+"""Each is called for an optimizer with sharded parameters, and again when these change."""
 
 
 def rebind(optimizer: torch.optim.Optimizer) -> int:
@@ -155,11 +145,6 @@ def _warn_of_plain_parameters(optimizer: torch.optim.Optimizer) -> None:
 class _OptimizerCache:
     """Cache of one optimizer, rebuilt when its parameters change."""
 
-    __slots__ = (
-        *("_back_references", "_parameters", "_generation", "_sharded"),
-        *("had_grad", "lister", "listeners", "order", "states"),
-    )
-
     def __init__(self, optimizer: torch.optim.Optimizer, before: _OptimizerCache | None = None) -> None:
         """`before`: the cache that this one takes the place of."""
         self._generation = replacement_generation()
@@ -167,7 +152,7 @@ class _OptimizerCache:
         self._back_references = [back_references(members) for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
         self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
-        self.listeners = [make(optimizer, sharded) for make in _LISTENERS]  # told of its steps (`register_step_listener`)
+        self.listeners = [make(optimizer, sharded) for make in STEP_LISTENERS]  # told of its steps
         self.states: Any = None  # `optimizer.state`, which `load_state_dict()` replaces
         # lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers
         self.lister: LocalStep | MuonStep | None = None
@@ -183,8 +168,6 @@ class _OptimizerCache:
         foreign = self.lister is None and is_foreign(optimizer)
         # order of the parameters in steps of optimizers of other libraries; None for optimizers of torch
         self.order: StepOrder | None = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
-        if before is not None and before.order is not None:
-            before.order.remove_hooks()
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the optimizer builds a new cache
@@ -193,11 +176,11 @@ class _OptimizerCache:
     def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerCache:
         """Return the cache of `optimizer`, rebuilt if its parameters changed or belong to other units than in the last step."""
         cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
-        if cache is not None and cache.order is not None:
-            cache.order.leave()  # restore the order after a step that raised
         is_new = cache is None
+        _leave_order(optimizer)  # if the step before raised
         if is_new:
             optimizer.register_state_dict_pre_hook(_before_state_dict)
+            optimizer.register_load_state_dict_pre_hook(_before_load)
         if cache is None or not cache.is_current(optimizer.param_groups):
             if replaced := rebind(optimizer):
                 warn_once(
@@ -218,10 +201,7 @@ class _OptimizerCache:
         if len(groups) != len(self._parameters) or self._generation != replacement_generation():
             return False
         for group, known, backs in zip(groups, self._parameters, self._back_references):
-            members = group["params"]
-            if len(members) != len(known) or not all(map(is_, members, known)):
-                return False
-            if not all(map(is_, back_references(members), backs)):
+            if not is_same(group["params"], known) or not is_same(back_references(group["params"]), backs):
                 return False
         return True
 
@@ -231,8 +211,21 @@ class _OptimizerCache:
         return [parameter for reference in self._sharded if (parameter := reference()) is not None]
 
 
+def _leave_order(optimizer: torch.optim.Optimizer) -> None:
+    cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
+    if cache is not None and cache.order is not None:
+        cache.order.leave()
+
+
+def _before_load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+    # A load with names, as by torch.distributed.checkpoint, has taken them in the present order.
+    if not any(isinstance(key, str) for group in state_dict["param_groups"] for key in group["params"]):
+        _leave_order(optimizer)
+
+
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
-    """Follow fully_shard(), and finish a step of SGD that raised: its momentum buffers are under local tensors."""
+    """Follow fully_shard(), and finish a step that raised: momentum buffers of SGD are under local tensors."""
+    _leave_order(optimizer)
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         now = replacement_of(parameter)
         logical = None if now is None else next(iter(logical_parameters([now])), None)
@@ -255,6 +248,8 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _holds_sharded(optimizer):
+        return
     cache = _OptimizerCache.of(optimizer)
     has_closure = _closure_of(args, kwargs) is not None
     sharded = cache.sharded
@@ -309,11 +304,12 @@ def _prepare_tracing(gradients: Sequence[Any]) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    cache: _OptimizerCache | None = optimizer.__dict__.get(_CACHE)
+    if cache is None:
+        return
     restore_subclass()
     _torch.have_listed_by_itself(optimizer)
-    cache: _OptimizerCache = optimizer.__dict__[_CACHE]
-    if cache.order is not None:
-        cache.order.leave()
+    _leave_order(optimizer)
     # Record the writes, since fused operations, and foreach operations on DTensors, increase no version counter. A closure may
     # clear the gradients that it made, and a hook of the optimizer may clear them all.
     has_closure = _closure_of(args, kwargs) is not None
@@ -322,7 +318,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         if id(parameter) in had_grad or parameter.sharded.grad is not None or (has_closure and parameter.sharded.requires_grad):
             parameter.note_write()
     for listener in cache.listeners:
-        listener.after_step(optimizer.param_groups)
+        listener(optimizer.param_groups)
 
 
 # Optimizers without sharded parameters: generation of replacements and number of parameters, for which this was found.
@@ -346,18 +342,9 @@ def _holds_sharded(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _holds_sharded(optimizer):
-        _before_step(optimizer, args, kwargs)
-
-
-def _after_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _CACHE in optimizer.__dict__:
-        _after_step(optimizer, args, kwargs)
-
-
 @cache
 def register() -> None:
     """Register hooks around the steps of all optimizers, once: checks, steps on local shards and by owners, log entries."""
     # dynamo would trace into them if the caller compiles `optimizer.step`
-    _torch.on_optimizer_step(torch.compiler.disable(_before_any_step), torch.compiler.disable(_after_any_step))
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -174,7 +175,7 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
     entries = tuple(
         _entry(tuple(names[key]), tensor, unsharded.get(key), mesh, ranks, known) for key, tensor in tensors.items()
     )
-    return ModelTensors(entries, units, ranks, 0 if mesh is None else ranks.index(_torch.global_rank()))
+    return ModelTensors(entries, units, ranks, 0 if mesh is None else ranks.index(dist.get_rank()))
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
