@@ -95,6 +95,9 @@ class ForwardHooks:
     def __init__(self, unit: Unit) -> None:
         self._unit, self._recovery = unit, unit.runtime.recovery
 
+    def __deepcopy__(self, memo: Any) -> ForwardHooks:
+        return self  # `remove_hooks_from_copies` removes it from a copy of a module
+
     @_torch.not_traced
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Unshard the parameters before forward, move the inputs of the outermost unit to the device, and cast inputs."""
