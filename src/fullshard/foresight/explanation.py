@@ -7,21 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
 from fullshard.core import PlacementFn
-from fullshard.errors import check_int
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.hardware import DEFAULT_GPU, Gpu, Network, network_of
-from fullshard.foresight.optimizer import Factory, OptimizerStep, optimizer_factory
+from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.picture import chrome_trace, draw_png, html_page
 from fullshard.foresight.question import Build, ExplainArguments, Loss, Parallelize, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import TracedModel, check_machines, check_tensor_parallel, mesh_shape, setting_of, trace_model
+from fullshard.foresight.setup import TracedModel, setting_of, trace_model
 from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import gc_paused
@@ -242,62 +241,25 @@ def explain(
     return explain_with(ExplainArguments(**locals()))  # its fields are the arguments of this function
 
 
-MAX_MICROBATCHES = 4096
-
-
-def explain_with(
-    arguments: ExplainArguments, earlier: TracedModel | None = None, steps: dict[object, OptimizerStep] | None = None
-) -> Explanation:
+def explain_with(arguments: ExplainArguments, earlier: TracedModel | None = None) -> Explanation:
     """Simulate a step of the model, and trace the model first unless an earlier trace is still valid.
 
     Args:
         arguments: the arguments of `explain`.
         earlier: an earlier trace of the model.
-        steps: cache of traced optimizer steps that several explanations share, see `TracedModel.steps`.
 
     Returns:
         The explanation.
     """
     with gc_paused():
-        return _explain(arguments, earlier, steps)
-
-
-def _explain(
-    arguments: ExplainArguments, earlier: TracedModel | None, steps: dict[object, OptimizerStep] | None
-) -> Explanation:
-    if arguments.engine not in get_args(Engine):
-        raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {arguments.engine!r}.")
-    gpu = arguments.machine
-    check_machines(arguments.world, gpu)
-    if arguments.price is not None and not 0 <= arguments.price < float("inf"):
-        raise ValueError(f"price must be the price of an hour of one GPU, at least 0, got {arguments.price!r}.")
-    if arguments.loss is not None and not callable(arguments.loss):
-        raise ValueError(f"loss must be a function of the model's output, as F.mse_loss in a lambda, got {arguments.loss!r}.")
-    if not isinstance(arguments.footprints, Mapping):
-        raise ValueError(
-            "footprints must be a dict of results by operator or line, as {'model.py:12': True}, got "
-            f"{arguments.footprints!r}."
-        )
-    if not isinstance(arguments.states, StateSharding):
-        raise ValueError(f"states must be a StateSharding, for example fullshard.ZERO2, got {arguments.states!r}.")
-    check_int("microbatches", arguments.microbatches)
-    if arguments.microbatches > MAX_MICROBATCHES:
-        raise ValueError(
-            f"microbatches must be at most {MAX_MICROBATCHES:,}, since each is simulated, got {arguments.microbatches:,}."
-        )
-    network = network_of(arguments.net, gpu)
-    check_tensor_parallel(arguments)
-    # Tracing takes seconds, so check all arguments before it. The next two calls are made for their errors only.
-    mesh_shape(arguments.world // arguments.tensor_parallel, arguments.mesh)
-    if arguments.optimizer is not None:
-        optimizer_factory(arguments.optimizer)
-    traced = (None if earlier is None else earlier.reuse_for(arguments)) or trace_model(arguments)
-    if steps is not None:
-        traced = replace(traced, steps=steps)
-    for dtype in traced.trace.product_dtypes:
-        gpu.peak(dtype)  # raises if the GPU has no matrix products in this dtype
-    setting = setting_of(arguments, traced)
-    return Explanation(traced, setting, gpu, network, simulate(traced.trace, traced.plan, setting))
+        arguments.check()
+        gpu = arguments.machine
+        traced = (None if earlier is None else earlier.reuse_for(arguments)) or trace_model(arguments)
+        for dtype in traced.trace.product_dtypes:
+            gpu.peak(dtype)  # raises if the GPU has no matrix products in this dtype
+        setting = setting_of(arguments, traced)
+        simulation = simulate(traced.trace, traced.plan, setting)
+        return Explanation(traced, setting, gpu, network_of(arguments.net, gpu), simulation)
 
 
 __all__ = ["Explanation", "explain", "explain_with"]

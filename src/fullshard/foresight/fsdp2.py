@@ -26,7 +26,10 @@ class Fsdp2Group(SimulatedGroup):
 
     keeps_subgroup_shard = False
 
-    def gather(self) -> StartedWork:
+    def allocate_gather(self) -> None:
+        """Do nothing: the output is allocated when the all-gather starts."""
+
+    def start_gather(self) -> StartedWork:
         """Cast the shards, copy them into the input, and start the all-gather."""
         plan = self.plan
         size = plan.dtypes.compute.itemsize

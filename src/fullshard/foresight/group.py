@@ -9,10 +9,10 @@ from math import prod
 
 import torch
 
-from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, together
+from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, UnitOptions, together
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.program import Program
-from fullshard.policies import Dtypes
+from fullshard.policies import CPUOffloadPolicy, Dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,16 @@ class GroupPlan:
     replicas: int  # size of the replicate dim, over which shards are equal or, in two hops, divided
     replicated: bool  # True if a reduction over replicas follows the reduce-scatter
     subgroup: int | None  # ranks of the smaller group that keeps a copy after forward, None without one
-    host: bool  # True if the shards are offloaded to host memory
     accelerator: bool  # True for the kernels of an accelerator, False for those of the CPU
     gloo: bool  # True if collectives run on gloo, which reduces in memory of its own
-    in_flight: int  # maximum number of reductions in flight
-    keep: bool = False  # True if the buffers of all-gathers stay allocated
+    options: UnitOptions
     over_replicas: GroupLayout | None = None  # of the all-gather's first hop, over replicas; None with one hop
     scatter: ReductionLayout | None = None  # the reduction's second hop, over replicas; None with one hop
-    sums_over_shards: bool = False  # True if only the last microbatch reduces over replicas
+
+    @property
+    def host(self) -> bool:
+        """True if the shards are offloaded to host memory."""
+        return isinstance(self.options.offload, CPUOffloadPolicy)
 
     @property
     def shard_layout(self) -> GroupLayout:
@@ -88,7 +90,7 @@ class SimulatedGroup:
         shard: block of the flat shard.
     """
 
-    keeps_subgroup_shard = True  # whether `GroupPlan.keep` also keeps the input of the smaller group's all-gather
+    keeps_subgroup_shard = True  # whether `keep_memory` also keeps the input of the smaller group's all-gather
 
     def __init__(self, plan: GroupPlan, ledger: Ledger, program: Program) -> None:
         self.plan, self.ledger, self.program = plan, ledger, program
@@ -101,7 +103,7 @@ class SimulatedGroup:
         self._is_current = False  # True if `_inner_shard` has the values of the current shards
         self._staging: list[int] = []
         self._subgroup_shard = -1  # input of the smaller group's all-gather; -1 while its values are not current
-        self._kept_subgroup_shard = -1  # its block with `GroupPlan.keep`; -1 until it is allocated
+        self._kept_subgroup_shard = -1  # its block with `keep_memory`; -1 until it is allocated
         self.shard = self.allocate(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
     def allocate(self, nbytes: int, category: Category, pool: str = "compute") -> int:
@@ -121,18 +123,13 @@ class SimulatedGroup:
 
     # --- all-gather ---
 
-    def gather(self) -> StartedWork:
-        """Allocate the all-gather's buffers, and start it from all ranks or from the smaller group."""
-        self.allocate_gather()
-        return self.start_gather()
-
     def allocate_inner_shard(self) -> bool:
         """Allocate the buffers of the first of two hops. Return False if its result is current."""
         plan, layout = self.plan, self.plan.over_replicas
         if layout is None or self._is_current:
             return False
         self._is_current = True
-        if not plan.keep or self._inner_shard < 0:
+        if not plan.options.keep_memory or self._inner_shard < 0:
             self.ledger.free(self._inner_shard)
             self._inner_shard = self.allocate(plan.inner_shard_nbytes, "shards")
             self._allocate_staging(layout, host=plan.host)
@@ -141,7 +138,7 @@ class SimulatedGroup:
     def allocate_gather(self) -> None:
         """Allocate the buffers of the all-gather over shards."""
         plan = self.plan
-        if plan.keep and self._flat >= 0:
+        if plan.options.keep_memory and self._flat >= 0:
             return
         self._flat = self.allocate(plan.unsharded_nbytes, "gathered")
         if self._subgroup_shard < 0:
@@ -182,7 +179,7 @@ class SimulatedGroup:
     def finish_all_gather(self) -> None:
         """Free the buffers that only the all-gather needed."""
         self._drop_subgroup_shard()
-        if self.plan.keep:
+        if self.plan.options.keep_memory:
             return
         for block in self._staging:
             self.ledger.free(block)
@@ -202,13 +199,13 @@ class SimulatedGroup:
 
     def free(self) -> None:
         """Free the unsharded parameters."""
-        if not self.plan.keep:
+        if not self.plan.options.keep_memory:
             self.ledger.free(self._flat)
             self._flat = -1
 
     def _drop_subgroup_shard(self) -> None:
         self._subgroup_shard = -1
-        if not (self.plan.keep and self.keeps_subgroup_shard):
+        if not (self.plan.options.keep_memory and self.keeps_subgroup_shard):
             self.ledger.free(self._kept_subgroup_shard)
             self._kept_subgroup_shard = -1
 
@@ -333,35 +330,27 @@ class SimulatedReduction:
             group.ledger.free(block)
 
     def start(self) -> StartedWork:
-        """Start the reduce-scatters."""
+        """Start the reduce-scatters: the first of packed and direct gradients and a slice, one more of each further slice."""
         plan, group = self.plan, self.group
-        slices, itemsize = plan.reduction.slices, plan.dtypes.reduce.itemsize
-        sizes, ranks = self._sizes, plan.layout.ranks
-        if not slices:
-            return self._reduce_scatter(sizes)
-        most = max(ranks * sum(part.size for part in parts) for parts in slices)
-        buffer = group.allocate(most * itemsize, "staging", "reduce")
-        group.copy(ranks * sum(part.size for parts in slices for part in parts) * (plan.dtypes.compute.itemsize + itemsize))
-        started = StartedWork()
-        for parts in slices:
-            sizes = [*sizes, *(ranks * part.size for part in parts)]
-            started = self._reduce_scatter(sizes)
-            sizes = []
+        ranks, dtype = plan.layout.ranks, plan.dtypes.reduce
+        slices = [[ranks * part.size for part in parts] for parts in plan.reduction.slices]
+        buffer = group.allocate(max(map(sum, slices), default=0) * dtype.itemsize, "staging", "reduce")
+        group.copy(sum(map(sum, slices)) * (plan.dtypes.compute.itemsize + dtype.itemsize))
+        started, first = StartedWork(), self._sizes
+        for numels in slices or [[]]:
+            sizes, first = [*first, *numels], []
+            if sizes:
+                message = Message("reduce_scatter", dtype, sum(sizes) * dtype.itemsize, len(sizes), ranks)
+                started = group.reduce_collective(message)
         group.ledger.free(buffer)
         return started
-
-    def _reduce_scatter(self, sizes: Sequence[int]) -> StartedWork:
-        dtype, ranks = self.plan.dtypes.reduce, self.plan.layout.ranks
-        if not sizes:
-            return StartedWork()
-        return self.group.reduce_collective(Message("reduce_scatter", dtype, sum(sizes) * dtype.itemsize, len(sizes), ranks))
 
     def finish(self) -> None:
         """Finish the reduce-scatter."""
         if self._earlier is not None:
             self.group.copy(3 * self.plan.layout.shard_numel * self.plan.dtypes.reduce.itemsize)
         if not (self.has_second_step or self.deferred):
-            self._end()
+            self.finish_replicated()
 
     def replicate(self) -> StartedWork:
         """Start the reduction over replicas: an all-reduce or, in two hops, a reduce-scatter."""
@@ -376,8 +365,9 @@ class SimulatedReduction:
     def _scatter(self, scatter: ReductionLayout) -> StartedWork:
         plan, group, layout = self.plan, self.group, self.plan.shard_layout
         dtype = plan.dtypes.reduce
-        packed = group.allocate(self._scattered_nbytes(), "staging", "replicate")
-        group.copy(2 * self._scattered_nbytes())
+        nbytes = 0 if scatter.packed is None else plan.replicas * scatter.packed.size * dtype.itemsize
+        packed = group.allocate(nbytes, "staging", "replicate")
+        group.copy(2 * nbytes)
         segments = () if scatter.packed is None else scatter.packed.segments
         permuted = [
             group.allocate(layout.ranks * segment.size * dtype.itemsize, "staging", "replicate")
@@ -385,33 +375,22 @@ class SimulatedReduction:
             if segment.parameter >= 0 and segment.size and not layout.is_chunked(segment.parameter)
         ]
         group.ledger.free_all(permuted)
-        sizes = [self._scattered_nbytes()] if segments else []
+        sizes = [nbytes] if segments else []
         sizes += [prod(layout.offsets[index].shape) * dtype.itemsize for index in scatter.direct]
         started = group.reduce_collective(Message("reduce_scatter", dtype, sum(sizes), len(sizes), plan.replicas))
         return together(started, StartedWork(then=partial(group.ledger.free, packed)))
 
-    def _scattered_nbytes(self) -> int:
-        """Return the bytes of the packed input of the second of two hops."""
-        scatter = self.plan.scatter
-        packed = None if scatter is None else scatter.packed
-        return 0 if packed is None else self.plan.replicas * packed.size * self.plan.dtypes.reduce.itemsize
-
-    def _end(self) -> None:
+    def finish_replicated(self) -> None:
+        """Finish the last collective."""
         dtypes, numel = self.plan.dtypes, self.plan.shard_layout.shard_numel
         if self._flat != self._sum:
             self.group.copy(numel * (dtypes.reduced.itemsize + dtypes.reduce.itemsize))
         if self.plan.host and numel:
             self.group.send(Message("to_host", dtypes.reduced, numel * dtypes.reduced.itemsize, 1))
 
-    def finish_replicated(self) -> None:
-        """Finish the reduction over replicas."""
-        self._end()
-
     def release_inputs(self) -> None:
         """Free the inputs of the reduce-scatter, which the compute stream has waited for."""
-        self.group.ledger.free_all(self._held)
-        for block in self._sliced:
-            self.group.ledger.free(block)
+        self.group.ledger.free_all([*reversed(self._sliced), *self._held])
         self._held, self._sliced = [], []
         if self._earlier is not None:
             self.group.ledger.free(self._earlier.reduced_shard)

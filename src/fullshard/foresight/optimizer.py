@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,20 +39,15 @@ OPTIMIZERS: dict[str, Factory] = {
 class OptimizerStep:
     """Memory and operators of an optimizer step on one rank."""
 
-    # Bytes of each state tensor, in the order of allocation.
-    states: tuple[int, ...]
-    # Temporaries of the second step in order: (id of a storage, bytes) at its allocation, (id, 0) when it is freed.
-    changes: tuple[tuple[int, int], ...]
-    # Operators of the second step. The first one also allocates the states.
-    ops: tuple[Op, ...]
-    # Exchange of whole matrices with their owners, which comes first; None without one.
-    owners: OwnerStep | None = None
-    # True if the shards and the states are in host memory, so that the CPU runs the step.
-    on_host: bool = False
+    states: tuple[int, ...]  # bytes of each state tensor, in the order of allocation
+    events: Sequence[Event]  # operators and temporaries of the second step; the first one also allocates the states
+    owners: OwnerStep | None = None  # exchange of whole matrices with their owners, which comes first; None without one
+    on_host: bool = False  # True if the shards and the states are in host memory, so that the CPU runs the step
 
 
+@lru_cache(64)
 def optimizer_step(
-    factory: Factory, shards: Sequence[tuple[tuple[int, ...], torch.dtype]], *, accelerator: bool
+    factory: Factory, shards: tuple[tuple[tuple[int, ...], torch.dtype], ...], *, accelerator: bool
 ) -> OptimizerStep:
     """Trace two optimizer steps over shards on meta.
 
@@ -87,11 +82,8 @@ def optimizer_step(
     if fused:
         # The kernel reads states, parameters and gradients, and writes states and parameters.
         touched = sum(states) + sum(3 * p.numel() * p.itemsize for p in parameters)
-        return OptimizerStep(states, (), (Op("fused step", 0, touched + sum(states), torch.float32),))
-    changes = [
-        (event.storage, event.nbytes if isinstance(event, Allocated) else 0) for event in events if not isinstance(event, Op)
-    ]
-    return OptimizerStep(states, tuple(changes), tuple(event for event in events if isinstance(event, Op)))
+        events = [Op("fused step", 0, touched + sum(states), torch.float32)]
+    return OptimizerStep(states, events)
 
 
 def _use_device_defaults(group: dict[str, Any], *, accelerator: bool, fused: bool) -> None:
@@ -102,12 +94,12 @@ def _use_device_defaults(group: dict[str, Any], *, accelerator: bool, fused: boo
         group["foreach"] = accelerator
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Allocated | Freed | Op]:
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Event]:
     """Run one step, and return its events."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     held = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *_states(optimizer)]
-    events = [event for event in events_of(optimizer.step, held) if isinstance(event, (Allocated, Freed, Op))]
+    events = events_of(optimizer.step, held)
     for parameter in parameters:
         parameter.grad = None
     return events

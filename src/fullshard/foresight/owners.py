@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.core import Message
 from fullshard.foresight.ledger import Ledger
-from fullshard.foresight.program import ON_HOST, Await, Launch, Program
-from fullshard.foresight.trace import Allocated, Event, Freed, Op, events_of
+from fullshard.foresight.program import Await, Launch, Program, replay
+from fullshard.foresight.trace import Event, events_of
 from fullshard.optim.muon import WIRE, runs, updates_of, write
 from fullshard.optim.owner_exchange import Route, Routes
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
@@ -34,8 +35,6 @@ class OwnerStep:
     plans: tuple[OwnerPlan, ...]
     dtypes: tuple[tuple[torch.dtype, ...], ...]  # of the matrices of each plan, as stored
     accelerator: bool = True  # False on the CPU
-    # Events by name of the work, shapes and dtype; filled on demand.
-    traced: dict[tuple[object, ...], list[Event]] = field(default_factory=dict)
 
     @property
     def states(self) -> tuple[int, ...]:
@@ -55,9 +54,7 @@ class OwnerStep:
             on_host: True if shards and states are in host memory: then element-wise work is one operator of the CPU, and its
                 memory is not recorded.
         """
-        exchanges = [
-            _Exchange(self, plan, dtypes, ledger, program, on_host=on_host) for plan, dtypes in zip(self.plans, self.dtypes)
-        ]
+        exchanges = [_Exchange(plan, dtypes, ledger, program, on_host=on_host) for plan, dtypes in zip(self.plans, self.dtypes)]
         every = [exchange.run() for exchange in exchanges]
         for exchange in exchanges:
             exchange.confirm()
@@ -70,57 +67,43 @@ class OwnerStep:
             return
         if on_host:
             copy_over("to_host", sum(prod(shape) for shape, _, _ in listed) * WIRE.itemsize, program)
-        replay_element_wise(self._writing(listed), ledger, program, on_host=on_host)
+        replay(_writing(tuple(listed), foreach=self.accelerator), ledger, program, on_host=on_host)
         ledger.free_all(every)
 
-    def _once(self, key: tuple[object, ...], work: Callable[[], list[Event]]) -> list[Event]:
-        if key not in self.traced:
-            self.traced[key] = work()
-        return self.traced[key]
 
-    def sending(self, shards: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Event]:
-        """Return the events of computing the updates of shards, of (shape, dtype) each, into a message."""
+@lru_cache(1024)
+def _sending(shards: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> list[Event]:
+    """Return the events of computing the updates of shards, of (shape, dtype) each, into a message."""
+    grads, momenta = ([_meta(*shard) for shard in shards] for _ in range(2))
+    places = [_meta(shape, WIRE) for shape, _ in shards]
 
-        def work() -> list[Event]:
-            grads, momenta = ([_meta(*shard) for shard in shards] for _ in range(2))
-            places = [_meta(shape, WIRE) for shape, _ in shards]
+    def fill() -> None:
+        for part in runs(range(len(shards)), lambda _: None, lambda index: grads[index].nbytes):
+            mine = [grads[index] for index in part], [momenta[index] for index in part]
+            torch._foreach_copy_([places[index] for index in part], updates_of(*mine, _OPTIONS))
 
-            def fill() -> None:
-                for part in runs(range(len(shards)), lambda _: None, lambda index: grads[index].nbytes):
-                    mine = [grads[index] for index in part], [momenta[index] for index in part]
-                    torch._foreach_copy_([places[index] for index in part], updates_of(*mine, _OPTIONS))
+    return events_of(fill, [*grads, *momenta, *places])
 
-            return events_of(fill, [*grads, *momenta, *places])
 
-        return self._once(("sending", tuple(shards)), work)
+@lru_cache(1024)
+def _computing(shape: tuple[int, ...], *, is_view: bool) -> list[Event]:
+    """Return the events of assembling and computing a whole matrix, and of its copy into the message."""
+    whole, place = _meta(shape, WIRE), _meta(shape, WIRE)
 
-    def computing(self, matrix: Matrix, *, is_view: bool) -> list[Event]:
-        """Return the events of assembling and computing a whole matrix, and of its copy into the message."""
-        shape = matrix.shape
+    def compute() -> None:
+        # A clone has the memory of torch.cat, which assembles the matrix from the shards that arrived.
+        place.copy_(_torch.newton_schulz(whole if is_view else whole.clone(), *_NEWTON_SCHULZ))
 
-        def work() -> list[Event]:
-            whole, place = _meta(shape, WIRE), _meta(shape, WIRE)
+    return events_of(compute, [whole, place])
 
-            def compute() -> None:
-                # A clone has the memory of torch.cat, which assembles the matrix from the shards that arrived.
-                place.copy_(_torch.newton_schulz(whole if is_view else whole.clone(), *_NEWTON_SCHULZ))
 
-            return events_of(compute, [whole, place])
-
-        return self._once(("computing", shape, is_view), work)
-
-    def _writing(self, shards: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]) -> list[Event]:
-        """Return the events of writing momenta and weights of shards, of (shape, whole shape, dtype) each."""
-
-        def work() -> list[Event]:
-            weights, grads, momenta = ([_meta(shape, dtype) for shape, _, dtype in shards] for _ in range(3))
-            updates, wholes = [_meta(shape, WIRE) for shape, _, _ in shards], [whole for _, whole, _ in shards]
-            existing = [*weights, *grads, *momenta, *updates]
-            return events_of(
-                lambda: write(weights, grads, momenta, updates, wholes, _OPTIONS, foreach=self.accelerator), existing
-            )
-
-        return self._once(("writing", tuple(shards)), work)
+@lru_cache(1024)
+def _writing(shards: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...], *, foreach: bool) -> list[Event]:
+    """Return the events of writing momenta and weights of shards, of (shape, whole shape, dtype) each."""
+    weights, grads, momenta = ([_meta(shape, dtype) for shape, _, dtype in shards] for _ in range(3))
+    updates, wholes = [_meta(shape, WIRE) for shape, _, _ in shards], [whole for _, whole, _ in shards]
+    existing = [*weights, *grads, *momenta, *updates]
+    return events_of(lambda: write(weights, grads, momenta, updates, wholes, _OPTIONS, foreach=foreach), existing)
 
 
 class _Exchange:
@@ -128,7 +111,6 @@ class _Exchange:
 
     def __init__(
         self,
-        step: OwnerStep,
         plan: OwnerPlan,
         dtypes: Sequence[torch.dtype],
         ledger: Ledger,
@@ -136,7 +118,7 @@ class _Exchange:
         *,
         on_host: bool,
     ) -> None:
-        self._step, self._plan, self._dtypes, self._on_host = step, plan, dtypes, on_host
+        self._plan, self._dtypes, self._on_host = plan, dtypes, on_host
         self._ledger, self._program = ledger, program
         self._routes = Routes(plan, rank=0, replica=0)
 
@@ -173,8 +155,8 @@ class _Exchange:
     def _send(self, route: Route) -> tuple[int, Launch]:
         """Send the shards of a bucket. Return the block in which own matrices arrive, and the launch."""
         slot = self._ledger.allocate(route.owned_numel * self._plan.itemsize, "temporaries", "")
-        shards = [(shape, self._dtypes[index]) for index, shape in zip(route.order, route.shapes)]
-        replay_element_wise(self._step.sending(shards), self._ledger, self._program, on_host=self._on_host)
+        shards = tuple((tuple(shape), self._dtypes[index]) for index, shape in zip(route.order, route.shapes))
+        replay(_sending(shards), self._ledger, self._program, on_host=self._on_host)
         if self._on_host:
             copy_over("to_device", route.numel * self._plan.itemsize, self._program)
         return slot, self._launch(route.numel)
@@ -194,7 +176,7 @@ class _Exchange:
     def _computing(self, index: int, bucket: Sequence[int], owner: int) -> list[Event]:
         matrix = self._plan.matrices[index]
         is_view = matrix.dim == 0 and sum(self._plan.owners[other] == owner for other in bucket) == 1
-        return self._step.computing(matrix, is_view=is_view)
+        return _computing(matrix.shape, is_view=is_view)
 
     def _launch(self, numel: int) -> Launch:
         ranks, nbytes = self._plan.ranks, numel * self._plan.itemsize
@@ -216,29 +198,6 @@ class _Exchange:
             slot, launch = leaving
             self._await(launch)
             self._ledger.free(slot)
-
-
-def replay(events: Iterable[Event], ledger: Ledger | None, program: Program | None) -> None:
-    """Record the memory of events in a ledger, and their operators in a program."""
-    blocks: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Op):
-            if program is not None:
-                program.instructions.append(event)
-        elif ledger is not None and isinstance(event, Allocated):
-            blocks[event.storage] = ledger.allocate(event.nbytes, "temporaries", "")
-        elif ledger is not None and isinstance(event, Freed):
-            ledger.free(blocks.pop(event.storage))
-    if ledger is not None:
-        ledger.free_all([*blocks.values()])
-
-
-def replay_element_wise(events: Sequence[Event], ledger: Ledger, program: Program, *, on_host: bool) -> None:
-    """Record element-wise work: as `replay`, or as one operator of the CPU, whose host memory is not recorded."""
-    if not on_host:
-        return replay(events, ledger, program)
-    nbytes = sum(event.nbytes for event in events if isinstance(event, Op))
-    program.instructions.append(Op(ON_HOST, 0, nbytes, None))
 
 
 def copy_over(kind: str, nbytes: int, program: Program) -> None:

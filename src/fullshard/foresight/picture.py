@@ -37,12 +37,9 @@ WAITING = "waiting for collectives"
 class Level:
     """Memory of the device at one time of the step."""
 
-    # Seconds from the beginning of the step.
-    seconds: float
-    # Bytes by category.
-    nbytes: dict[Category, int]
-    # Phase and unit of the step, as "in backward of layers.3".
-    where: str
+    seconds: float  # seconds from the beginning of the step
+    nbytes: dict[Category, int]  # bytes by category
+    where: str  # phase and unit of the step, as "in backward of layers.3"
 
     @property
     def total(self) -> int:

@@ -15,8 +15,7 @@ from fullshard.wrap.plan import Plan, PlannedUnit
 class Precision:
     """Dtypes of a model, from the mixed-precision policies of its units."""
 
-    # By qualified name: compute dtype of the parameter.
-    parameters: Mapping[str, torch.dtype]
+    parameters: Mapping[str, torch.dtype]  # by qualified name: compute dtype of the parameter
 
     # By module: dtype that floating-point inputs of its forward are cast to. Modules without a cast are left out.
     inputs: Mapping[str, torch.dtype]

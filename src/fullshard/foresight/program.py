@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 from fullshard.core import HostStream, Message, StartedWork, Work
-from fullshard.foresight.trace import Op
+from fullshard.foresight.ledger import Ledger
+from fullshard.foresight.trace import Allocated, Event, Freed, Op
 
 ON_HOST = "on the host"
 """Name of the operator that runs on the CPU of an accelerator's host: the optimizer's step over offloaded shards."""
@@ -23,19 +24,12 @@ Phase = Literal["forward", "loss", "backward", "optimizer"]
 class Launch:
     """Work queued on a stream. It starts after the operators queued so far, unless `after` or `early` is set."""
 
-    # "gather", "reduce", "replicate", or "tensor" for collectives of tensor parallelism.
-    stream: str
-
-    # Qualified name, "" for work of no unit.
-    unit: str
-
-    # Work on another stream to start after, instead of the operators queued so far.
-    after: Launch | None = None
+    stream: str  # "gather", "reduce", "replicate", or "tensor" for collectives of tensor parallelism
+    unit: str  # qualified name, "" for work of no unit
+    after: Launch | None = None  # work on another stream to start after, instead of the operators queued so far
 
     messages: list[Message] = field(default_factory=list)
-
-    # Bytes that kernels on the stream read and write.
-    copied: int = 0
+    copied: int = 0  # bytes that kernels on the stream read and write
 
     # True to start after the last `Await` of work on this stream, regardless of the operators queued since then.
     early: bool = False
@@ -46,9 +40,6 @@ class Await:
     """Wait of the compute stream for work."""
 
     launch: Launch
-
-
-Instruction = Op | Launch | Await
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,7 @@ class Program:
     """
 
     def __init__(self) -> None:
-        self.instructions: list[Instruction] = []
+        self.instructions: list[Op | Launch | Await] = []
         self.places: list[Place] = []
         self.messages: list[Message] = []
         self.retained_blocks: list[int] = []
@@ -102,6 +93,31 @@ class Program:
             return start()
         finally:
             self._current = outer
+
+
+def replay(events: Sequence[Event], ledger: Ledger | None, program: Program | None, *, on_host: bool = False) -> None:
+    """Record the memory of events in a ledger, and their operators in a program.
+
+    Args:
+        events: the events of an optimizer's step.
+        ledger: None to leave the memory out.
+        program: None to leave the operators out.
+        on_host: True if the CPU runs them on host memory: one operator that reads and writes all bytes, and no memory.
+    """
+    ops = [event for event in events if isinstance(event, Op)]
+    if on_host:
+        ops = [Op(ON_HOST, 0, sum(op.nbytes for op in ops), None)]
+    if program is not None:
+        program.instructions += ops
+    if on_host or ledger is None:
+        return
+    blocks: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Allocated):
+            blocks[event.storage] = ledger.allocate(event.nbytes, "temporaries", "")
+        elif isinstance(event, Freed):
+            ledger.free(blocks.pop(event.storage))
+    ledger.free_all([*blocks.values()])
 
 
 class RecordedWork:
@@ -159,4 +175,4 @@ class RecordedStream:
         return RecordedWork(program, launch, None)
 
 
-__all__ = ["ON_HOST", "Await", "Instruction", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedStream", "RecordedWork"]
+__all__ = ["ON_HOST", "Await", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedStream", "RecordedWork", "replay"]

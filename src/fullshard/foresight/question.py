@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.core import PlacementFn
-from fullshard.foresight.hardware import Gpu, Network, gpu_of
-from fullshard.foresight.optimizer import Factory
+from fullshard.errors import check_int
+from fullshard.foresight.hardware import Gpu, Network, gpu_of, network_of
+from fullshard.foresight.optimizer import Factory, optimizer_factory
 from fullshard.foresight.simulate import Engine
 from fullshard.foresight.trace import Footprint
 from fullshard.policies import CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding, resolve_mp
@@ -66,11 +68,7 @@ class ExplainArguments:
             ValueError: for an unknown GPU, or a `per_node` that is no int of at least 1.
         """
         gpu = gpu_of(self.gpu)
-        if self.per_node is None:
-            return gpu
-        if not isinstance(self.per_node, int) or isinstance(self.per_node, bool) or self.per_node < 1:
-            raise ValueError(f"per_node must be the number of GPUs of one machine, at least 1, got {self.per_node!r}.")
-        return replace(gpu, per_node=self.per_node)
+        return gpu if self.per_node is None else replace(gpu, per_node=check_int("per_node", self.per_node))
 
     @property
     def accelerator(self) -> bool:
@@ -81,6 +79,70 @@ class ExplainArguments:
     def dtypes(self) -> MixedPrecisionPolicy:
         """Mixed precision of parameters and gradients; by default bf16 with fp32 reduction on a GPU, and none on a CPU."""
         return default_dtypes(self.gpu) if self.mp_policy is None else resolve_mp(self.mp_policy)
+
+    @property
+    def mesh_sizes(self) -> tuple[int, int, bool]:
+        """(ranks that shard the parameters, replicas, True if the mesh has a replicate dim).
+
+        Raises:
+            ValueError: if the mesh does not have as many ranks as the world.
+        """
+        mesh, world = self.mesh, self.world // self.tensor_parallel
+        sizes = (world,) if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(mesh)
+        if len(sizes) > 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
+            raise ValueError(f"mesh must be one or two sizes, (ranks,) or (replicas, ranks), got {mesh!r}.")
+        if prod(sizes) != world:
+            fits = [f"({world // size}, {size})" for size in (8, 16, 32, 64) if world % size == 0 and size < world]
+            raise ValueError(
+                f"mesh must have as many ranks as the world, {world}, got {' x '.join(map(str, sizes))} = {prod(sizes)} ranks. "
+                f"Pass ({world},){' or ' + fits[0] if fits else ''}."
+            )
+        return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
+
+    def check(self) -> None:
+        """Check all arguments that can be checked before the model is traced, which takes seconds.
+
+        Raises:
+            ValueError: for an invalid argument; the text names it.
+        """
+        if self.engine not in get_args(Engine):
+            raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {self.engine!r}.")
+        gpu, world = self.machine, check_int("world", self.world)
+        if world > gpu.per_node and world % gpu.per_node:
+            raise ValueError(
+                f"world={world} is no multiple of the {gpu.per_node} {gpu.name} of one machine. Pass the number of GPUs of "
+                "each machine as per_node= (--per-node)."
+            )
+        if self.price is not None and not 0 <= self.price < float("inf"):
+            raise ValueError(f"price must be the price of an hour of one GPU, at least 0, got {self.price!r}.")
+        if self.loss is not None and not callable(self.loss):
+            raise ValueError(f"loss must be a function of the model's output, as F.mse_loss in a lambda, got {self.loss!r}.")
+        if not isinstance(self.footprints, Mapping):
+            raise ValueError(
+                "footprints must be a dict of results by operator or line, as {'model.py:12': True}, got "
+                f"{self.footprints!r}."
+            )
+        if not isinstance(self.states, StateSharding):
+            raise ValueError(f"states must be a StateSharding, for example fullshard.ZERO2, got {self.states!r}.")
+        if check_int("microbatches", self.microbatches) > MAX_MICROBATCHES:
+            raise ValueError(
+                f"microbatches must be at most {MAX_MICROBATCHES:,}, since each is simulated, got {self.microbatches:,}."
+            )
+        many = self.tensor_parallel
+        if not isinstance(many, int) or isinstance(many, bool) or many < 1 or world % many:
+            raise ValueError(f"tensor_parallel must be a number of ranks that divides the world of {world}, got {many!r}.")
+        if (many > 1) != (self.parallelize is not None):
+            raise ValueError(
+                f"tensor_parallel={many} does not match parallelize={self.parallelize!r}. Pass both: the number of ranks, and "
+                "a function of the model and their mesh, as lambda model, mesh: parallelize_module(model, mesh, plan)."
+            )
+        # For their errors only.
+        network_of(self.net, gpu), self.mesh_sizes
+        if self.optimizer is not None:
+            optimizer_factory(self.optimizer)
+
+
+MAX_MICROBATCHES = 4096
 
 
 def default_dtypes(gpu: str | Path | Gpu) -> MixedPrecisionPolicy:

@@ -22,10 +22,8 @@ MATMUL_REFERENCE_SIZE = 4096
 class _Kernel:
     """Speed of one attention kernel."""
 
-    # flop/s with infinitely long sequences, as a fraction of the fastest kernel.
-    best: float
-    # Sequence length at which the kernel reaches half of `best`.
-    half: float
+    best: float  # flop/s with infinitely long sequences, as a fraction of the fastest kernel
+    half: float  # sequence length at which the kernel reaches half of `best`
 
     def fraction(self, length: int) -> float:
         return self.best * length / (length + self.half)

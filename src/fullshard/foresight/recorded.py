@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.core import Message
 from fullshard.errors import StateError
 from fullshard.foresight.clock import Span
+
+Mark = Any
+"""Point in time: seconds of the host's clock, or an event of the accelerator."""
 
 
 class RankSummary(NamedTuple):
     """Figures of one rank that all ranks exchange."""
 
     rank: int
-    # Seconds of each step.
-    steps: tuple[float, ...]
-    # Seconds of each step during which the rank waited for collectives.
-    waiting: tuple[float, ...]
+    steps: tuple[float, ...]  # seconds of each step
+    waiting: tuple[float, ...]  # seconds of each step during which the rank waited for collectives
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RecordedCollective:
-    """One all-gather or reduction."""
+    """One all-gather or reduction. Its times are marks until the run ends."""
 
-    span: Span
-    messages: tuple[Message, ...]
-    # True if the end time was measured, False if it is an upper bound.
-    exact: bool
+    stream: str
+    unit: str
+    began: Mark = None
+    ended: Mark = None
+    exact: bool = True  # False if it completed before the wait on the CPU, so that `ended` is only an upper bound
+    messages: list[Message] = field(default_factory=list)
+
+    @property
+    def span(self) -> Span:
+        """Its interval, which is named by the kinds of its messages."""
+        kinds = dict.fromkeys(message.kind for message in self.messages)
+        return Span(self.stream, self.began, self.ended, self.unit, ", ".join(kinds))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class RecordedStep:
-    """One step. Spans are in seconds from its beginning."""
+    """One step. All times are marks until `use_seconds`, then seconds from its beginning."""
 
-    seconds: float
-    sent: tuple[RecordedCollective, ...]
-    waits: tuple[Span, ...]
+    began: Mark = None
+    ended: Mark = None
+    sent: list[RecordedCollective] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    levels: dict[str, int] = field(default_factory=dict)  # by unit: bytes of tensors at the beginning of its forward
+
+    def use_seconds(self, seconds: Callable[[Mark, Mark], float]) -> None:
+        """Replace marks by seconds. Leave out collectives that sent nothing or have not ended.
+
+        Args:
+            seconds: the seconds between two marks.
+        """
+        since = partial(seconds, self.began)
+        self.sent = [one for one in self.sent if one.messages and one.ended is not None]
+        for one in self.sent:
+            one.began, one.ended = since(one.began), since(one.ended)
+        self.waits = [replace(wait, start=since(wait.start), end=since(wait.end)) for wait in self.waits]
+        self.began, self.ended = 0.0, since(self.ended)
 
     @property
     def waiting(self) -> dict[str, float]:
@@ -49,17 +75,12 @@ class RecordedStep:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Data of a whole recording."""
 
-    steps: tuple[RecordedStep, ...]
-    # All ranks of the shard process group.
-    ranks: tuple[RankSummary, ...]
-    # (peak bytes of tensors, peak bytes reserved); None on the CPU if memory was not counted.
-    peaks: tuple[int, int] | None
-    # By unit: bytes of tensors at the beginning of its forward, in the last step. Empty on the CPU.
-    levels: dict[str, int]
+    steps: Sequence[RecordedStep]
+    ranks: tuple[RankSummary, ...]  # all ranks of the shard process group
+    peaks: tuple[int, int] | None  # (peak bytes of tensors, peak bytes reserved); None on the CPU if memory was not counted
 
 
 class Recorded:
@@ -87,7 +108,7 @@ class Recorded:
         return self._record
 
     @property
-    def _whole(self) -> tuple[RecordedStep, ...]:
+    def _whole(self) -> Sequence[RecordedStep]:
         if not self._found.steps:
             raise StateError("record() saw no whole step. Run at least two optimizer steps in its block.")
         return self._found.steps
@@ -95,7 +116,7 @@ class Recorded:
     @property
     def steps(self) -> tuple[float, ...]:
         """Seconds of each whole step, from the end of one optimizer step to the end of the next."""
-        return tuple(step.seconds for step in self._found.steps)
+        return tuple(step.ended for step in self._found.steps)
 
     @property
     def step(self) -> float:
@@ -104,7 +125,7 @@ class Recorded:
         Raises:
             StateError: if there is no whole step: fewer than two optimizer steps were recorded.
         """
-        return median(step.seconds for step in self._whole)
+        return median(step.ended for step in self._whole)
 
     @property
     def peak(self) -> int | None:
@@ -119,7 +140,7 @@ class Recorded:
     @property
     def levels(self) -> dict[str, int]:
         """Bytes of tensors at the beginning of each unit's forward in the last step, in order; empty on the CPU."""
-        return dict(self._found.levels)
+        return dict(self._found.steps[-1].levels) if self._found.steps else {}
 
     @property
     def ranks(self) -> tuple[RankSummary, ...]:
@@ -162,7 +183,7 @@ class Recorded:
                 continue
             # The span ends before a copy to the host.
             nbytes = sum(message.nbytes for message in sent.messages if message.kind != "to_host")
-            seconds = sent.span.end - sent.span.start
+            seconds = sent.ended - sent.began
             if nbytes >= 1 << 20 and seconds > 0:
                 found.setdefault(sent.messages[0].kind, []).append(nbytes / seconds)
         return {kind: median(speeds) for kind, speeds in found.items()}
@@ -173,7 +194,7 @@ class Recorded:
         Returns:
             The fraction of steps in which a rank was late, by rank; ranks that were never late are left out.
         """
-        ranks = self._found.ranks
+        ranks = self.ranks
         steps = min((len(rank.steps) for rank in ranks), default=0)
         found: Counter[int] = Counter()
         for number in range(steps):
@@ -187,4 +208,4 @@ class Recorded:
         return f"{len(self.steps)} steps of {self.step * 1e3:.1f} ms, {waiting * 1e3:.1f} ms of it waiting for collectives"
 
 
-__all__ = ["RankSummary", "Record", "Recorded", "RecordedCollective", "RecordedStep"]
+__all__ = ["Mark", "RankSummary", "Record", "Recorded", "RecordedCollective", "RecordedStep"]

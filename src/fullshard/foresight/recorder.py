@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,37 +17,8 @@ from fullshard import _torch
 from fullshard.core import Action, Lane, Message, StartedWork, Unit, Wait, Work, units_of
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
-from fullshard.foresight.recorded import RankSummary, Record, Recorded, RecordedCollective, RecordedStep
+from fullshard.foresight.recorded import Mark, RankSummary, Record, Recorded, RecordedCollective, RecordedStep
 from fullshard.frontend.module import any_unit
-
-Mark = Any
-"""Point in time: seconds of the host's clock, or an event of the accelerator."""
-
-
-@dataclass(slots=True, eq=False)
-class _Collective:
-    """One collective."""
-
-    stream: str
-    unit: str
-    begun: Mark = None
-    ended: Mark = None
-    # True if it completed before the wait on the CPU, so that `ended` is only an upper bound.
-    end_unknown: bool = False
-    messages: list[Message] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Step:
-    """One step, with times as marks."""
-
-    began: Mark = None
-    ended: Mark = None
-    sent: list[_Collective] = field(default_factory=list)
-    # (lane, unit, begin, end) of each wait.
-    waits: list[tuple[str, str, Mark, Mark]] = field(default_factory=list)
-    # By unit: bytes of tensors at the beginning of its forward.
-    levels: dict[str, int] = field(default_factory=dict)
 
 
 class _Recorder:
@@ -57,8 +27,8 @@ class _Recorder:
     def __init__(self, model: nn.Module, device: torch.device, messages: list[Message], *, memory: bool) -> None:
         self._model, self._messages = model, messages
         self._async_device = None if device.type == "cpu" else device
-        self._steps: list[_Step] = []
-        self._current = _Step()
+        self._steps: list[RecordedStep] = []
+        self._current = RecordedStep()
         self._unit = ""
         self._peaks: tuple[int, int] | None = None
         self._counts_next_step, self._state_bytes = memory and self._async_device is None, 0
@@ -93,34 +63,34 @@ class _Recorder:
         finally:
             self._unit = before
 
-    def add_collective(self, stream: str) -> _Collective:
+    def add_collective(self, stream: str) -> RecordedCollective:
         """Add a collective of the unit whose action is running."""
-        sent = _Collective(stream, self._unit)
+        sent = RecordedCollective(stream, self._unit)
         self._current.sent.append(sent)
         return sent
 
-    def begin(self, sent: _Collective, start: Callable[[], StartedWork]) -> StartedWork:
+    def begin(self, sent: RecordedCollective, start: Callable[[], StartedWork]) -> StartedWork:
         """Start a collective, and record its begin and its messages."""
         known = len(self._messages)
-        sent.begun = self._mark()
+        sent.began = self._mark()
         pending = start()
         # The traffic counter appends to `_messages`, so the new ones belong to this collective.
         sent.messages = self._messages[known:]
         return pending
 
-    def finish(self, sent: _Collective, finish: Callable[[], None]) -> None:
+    def finish(self, sent: RecordedCollective, finish: Callable[[], None]) -> None:
         """Record the end of a collective; on an accelerator the event is recorded on the collective's stream."""
         sent.ended = self._mark()
         known = len(self._messages)
         finish()
         sent.messages += self._messages[known:]  # the copy of gradients to host memory
 
-    def wait(self, sent: _Collective, wait: Callable[[], None], *, done: bool) -> None:
+    def wait(self, sent: RecordedCollective, wait: Callable[[], None], *, done: bool) -> None:
         """Wait for a collective, and record the wait. done: True if the collective completed before."""
-        sent.end_unknown = done and self._async_device is None
+        sent.exact = not done or self._async_device is not None
         began = self._mark()
         wait()
-        self._current.waits.append((sent.stream, sent.unit, began, self._mark()))
+        self._current.waits.append(Span("wait", began, self._mark(), sent.unit, f"waits for {sent.stream}"))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Record the end of an optimizer step. A step ends with the last optimizer step before the next forward."""
@@ -145,7 +115,7 @@ class _Recorder:
         # Drop the incomplete step at the beginning of the block, and the step that the profiler slowed down.
         if step.began is not None and step.sent and not counted:
             self._steps.append(step)
-        self._current = _Step(began=ended)
+        self._current = RecordedStep(ended)
         self._messages.clear()
 
     # --- the end ---
@@ -168,37 +138,20 @@ class _Recorder:
                 torch.accelerator.max_memory_allocated(self._async_device),
                 torch.accelerator.max_memory_reserved(self._async_device),
             )
-        steps = tuple(self._in_seconds(step) for step in self._steps)
-        waiting = tuple(sum(step.waiting.values()) for step in steps)
-        mine = RankSummary(dist.get_rank(), tuple(step.seconds for step in steps), waiting)
+        for step in self._steps:
+            step.use_seconds(self._seconds)
+            if self._async_device is None:  # there, a collective after another one begins only when that one is waited for
+                step.sent.sort(key=lambda one: float(one.began))
+        waiting = tuple(sum(step.waiting.values()) for step in self._steps)
+        mine = RankSummary(dist.get_rank(), tuple(step.ended for step in self._steps), waiting)
         found: list[Any] = [mine]
         if process_group is not None and process_group.size() > 1:
             found = [None] * process_group.size()
             dist.all_gather_object(found, mine, group=process_group)
-        return Record(steps, tuple(found), self._peaks, self._steps[-1].levels if self._steps else {})
-
-    def _in_seconds(self, step: _Step) -> RecordedStep:
-        def span(stream: str, begin: Mark, end: Mark, unit: str, name: str) -> Span:
-            return Span(stream, self._seconds(step.began, begin), self._seconds(step.began, end), unit, name)
-
-        ended = [one for one in step.sent if one.messages and one.ended is not None]
-        if self._async_device is None:  # on the CPU, a collective after another one begins only when that one is waited for
-            ended.sort(key=lambda one: float(one.begun))
-        sent = tuple(
-            RecordedCollective(
-                span(one.stream, one.begun, one.ended, one.unit, _kinds(one.messages)), tuple(one.messages), not one.end_unknown
-            )
-            for one in ended
-        )
-        waits = tuple(span("wait", began, ended, unit, f"waits for {stream}") for stream, unit, began, ended in step.waits)
-        return RecordedStep(self._seconds(step.began, step.ended), sent, waits)
+        return Record(self._steps, tuple(found), self._peaks)
 
     def _seconds(self, begin: Mark, end: Mark) -> float:
         return float(end - begin) if self._async_device is None else float(begin.elapsed_time(end)) / 1e3
-
-
-def _kinds(messages: Sequence[Message]) -> str:
-    return ", ".join(dict.fromkeys(message.kind for message in messages))
 
 
 def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
@@ -223,7 +176,7 @@ class _TimedWork:
 
     __slots__ = ("_recorder", "_sent", "inner")
 
-    def __init__(self, recorder: _Recorder, sent: _Collective, inner: Work) -> None:
+    def __init__(self, recorder: _Recorder, sent: RecordedCollective, inner: Work) -> None:
         self._recorder, self._sent, self.inner = recorder, sent, inner
 
     def done(self) -> bool:

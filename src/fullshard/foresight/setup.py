@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from math import prod
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard import _torch
-from fullshard.core import has_few_rows
-from fullshard.foresight.hardware import Gpu
+from fullshard.core import has_few_rows, tensors_in
 from fullshard.foresight.optimizer import Factory, OptimizerStep, muon_with_adamw, optimizer_factory, optimizer_step
 from fullshard.foresight.owners import owner_step
 from fullshard.foresight.precision import Precision
@@ -38,28 +36,16 @@ from fullshard.wrap.whole_model import WHY_FULL_PRECISION, add_full_precision_un
 class TracedModel:
     """A model on meta and the trace of one step of it."""
 
-    # The model, on the meta device.
-    model: nn.Module
-    # The arguments of `explain` that the model was traced for.
-    arguments: ExplainArguments
-    # The units, for these arguments.
-    plan: Plan
-    # The events of one microbatch.
-    trace: Trace
-    # Compute dtypes of the parameters and casts of the inputs during the trace.
-    precision: Precision
-    # Rows of one microbatch on one rank, see `batch_size_of`.
-    rows: int
-    # Tokens of one microbatch on one rank, see `batch_size_of`.
-    tokens: int
-    # Unit of `tokens`: "tokens" or "rows".
-    counted: str
-    # Names of the modules that `explain(recompute=...)` recomputes in backward.
-    recomputed: tuple[str, ...]
-    # Names of the modules that are units and have siblings of their class.
-    blocks: tuple[str, ...]
-    # Traced optimizer steps by (factory, shards, accelerator). `search` shares this cache between models.
-    steps: dict[object, OptimizerStep] = field(default_factory=dict)
+    model: nn.Module  # the model, on the meta device
+    arguments: ExplainArguments  # the arguments of `explain` that the model was traced for
+    plan: Plan  # the units, for these arguments
+    trace: Trace  # the events of one microbatch
+    precision: Precision  # compute dtypes of the parameters and casts of the inputs during the trace
+    rows: int  # rows of one microbatch on one rank, see `batch_size_of`
+    tokens: int  # tokens of one microbatch on one rank, see `batch_size_of`
+    counted: str  # unit of `tokens`: "tokens" or "rows"
+    recomputed: tuple[str, ...]  # names of the modules that `explain(recompute=...)` recomputes in backward
+    blocks: tuple[str, ...]  # names of the modules that are units and have siblings of their class
 
     @property
     def numel(self) -> int:
@@ -99,8 +85,7 @@ class TracedModel:
 
     def optimizer_steps_for(self, factory: Factory, ranks: int, replicas: int) -> list[OptimizerStep]:
         """Return traced steps of this optimizer over a rank's shards: over those on the device, and over those on the host."""
-        arguments = self.arguments
-        shards = local_shards(self, ranks, replicas, shard_dims_of(self))
+        shards = _local_shards(self, ranks, replicas, shard_dims_of(self))
         steps: list[OptimizerStep] = []
         for on_host in sorted({shard.on_host for shard in shards}):  # optimizers step the tensors of each device by themselves
             part = [shard for shard in shards if shard.on_host == on_host]
@@ -112,38 +97,34 @@ class TracedModel:
                     )
                 step = self._muon_step(part)
             else:
-                key = factory, tuple((one.shape, one.dtype) for one in part), arguments.accelerator
-                if key not in self.steps:
-                    self.steps[key] = optimizer_step(*key[:2], accelerator=arguments.accelerator)
-                step = self.steps[key]
+                sizes = tuple((one.shape, one.dtype) for one in part)
+                step = optimizer_step(factory, sizes, accelerator=self.arguments.accelerator)
             steps.append(replace(step, on_host=on_host))
         return steps
 
     def _muon_step(self, shards: Sequence[LocalShard]) -> OptimizerStep:
         """Return a step of Muon over the matrices of the model, and of AdamW over the rest."""
         arguments = self.arguments
-        unsupported = {
-            "engine='fsdp2'": arguments.engine == "fsdp2",
-            "tensor_parallel": arguments.tensor_parallel > 1,
-        }
-        if any(unsupported.values()):
-            names = ", ".join(name for name, is_set in unsupported.items() if is_set)
+        unsupported = {"engine='fsdp2'": arguments.engine == "fsdp2", "tensor_parallel": arguments.tensor_parallel > 1}
+        names = ", ".join(name for name, is_set in unsupported.items() if is_set)
+        if names:
             raise ValueError(f"Expected optimizer='muon' without {names}. Pass another optimizer, or leave out {names}.")
         names_of = parameter_names(self.model, (one.name for one in shards))
-        taken = {names_of[parameter] for parameter in matrices_of(self.model).matrices}
-        key = muon_with_adamw, tuple(shards), arguments.accelerator
-        if key not in self.steps:
-            meshes: dict[tuple[int, int], list[tuple[Matrix, torch.dtype]]] = {}
-            for one in shards:
-                if one.name in taken:
-                    matrix = Matrix(one.name, one.whole, one.dim)
-                    meshes.setdefault((one.ranks, one.replicas), []).append((matrix, one.dtype))
-            rest = tuple((one.shape, one.dtype) for one in shards if one.name not in taken)
-            adamw, muon = OptimizerStep((), (), ()), owner_step(meshes, accelerator=arguments.accelerator)
-            if rest:
-                adamw = optimizer_step(torch.optim.AdamW, rest, accelerator=arguments.accelerator)
-            self.steps[key] = replace(adamw, states=(*muon.states, *adamw.states), owners=muon)
-        return self.steps[key]
+        taken = frozenset(names_of[parameter] for parameter in matrices_of(self.model).matrices)
+        return _muon_step(tuple(shards), taken, accelerator=arguments.accelerator)
+
+
+@lru_cache(64)
+def _muon_step(shards: tuple[LocalShard, ...], taken: frozenset[str], *, accelerator: bool) -> OptimizerStep:
+    """Return a step of Muon over the matrices named in `taken`, and of AdamW over the other shards."""
+    meshes: dict[tuple[int, int], list[tuple[Matrix, torch.dtype]]] = {}
+    for one in shards:
+        if one.name in taken:
+            meshes.setdefault((one.ranks, one.replicas), []).append((Matrix(one.name, one.whole, one.dim), one.dtype))
+    muon = owner_step(meshes, accelerator=accelerator)
+    rest = tuple((one.shape, one.dtype) for one in shards if one.name not in taken)
+    adamw = optimizer_step(torch.optim.AdamW, rest, accelerator=accelerator) if rest else OptimizerStep((), ())
+    return replace(adamw, states=(*muon.states, *adamw.states), owners=muon)
 
 
 def trace_model(arguments: ExplainArguments) -> TracedModel:
@@ -162,8 +143,7 @@ def _trace_model(arguments: ExplainArguments, mesh: DeviceMesh | None) -> Traced
         try:
             arguments.parallelize(model, mesh)
         except Exception as failure:
-            text = " ".join(str(failure).split())[:300]
-            raise ValueError(f"parallelize() raises {type(failure).__name__}: {text}{_location(failure, model)}") from failure
+            raise ValueError(f"parallelize() raises {_described(failure, model)}") from failure
     plan = _plan_of(model, arguments)
     blocks = _blocks(model, plan)
     recomputed = _modules_to_recompute(model, plan, blocks, arguments.recompute)
@@ -258,7 +238,7 @@ def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
         with torch.device("meta"), ValuesMode(values), ConstantsMode(values):
             model = build()
     except Exception as failure:
-        text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}{_location(failure, nn.Module())}"
+        text = _described(failure)
         if _needs_group(failure):
             raise ValueError(
                 f"build() needs a process group, but runs without one ({text}). Return the model of one rank as it is before "
@@ -329,13 +309,11 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
     """Return the arguments of the model's forward, on meta."""
-    meta: Sequence[Any] | Mapping[str, Any] = _torch.tree_map_only(Tensor, _leaf_on_meta, tensors_of(batch))
-    return meta
 
+    def leaf(tensor: Tensor) -> Tensor:  # a model may compute the gradient of its input
+        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
-def _leaf_on_meta(tensor: Tensor) -> Tensor:
-    """Return a leaf on meta like a tensor of the batch, whose gradient a model may compute."""
-    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+    return _torch.tree_map_only(Tensor, leaf, tensors_of(batch))  # type: ignore[no-any-return]
 
 
 def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
@@ -351,10 +329,9 @@ def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
             with torch.device("meta"):
                 batch = batch(0)
         except Exception as failure:
-            text = " ".join(str(failure).split())[:300]
             raise ValueError(
                 "batch is a function, which is called with the number of a step under torch.device('meta'). It raises "
-                f"{type(failure).__name__}: {text}{_location(failure, nn.Module())}"
+                f"{_described(failure)}"
             ) from failure
     if isinstance(batch, Tensor):
         batch = (batch,)
@@ -363,7 +340,7 @@ def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
             "batch must be a tensor, a tuple of the model's arguments, a dict of them, or a function that returns one of "
             f"these, got a {type(batch).__name__}."
         )
-    leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = [*tensors_in(batch)]
     if not leaves:
         raise ValueError(
             "batch has no tensor. Pass the inputs of one rank and microbatch, as in (torch.zeros(2, 8192).long(),)."
@@ -380,8 +357,9 @@ def values_of_batch(batch: Any) -> list[KnownValue | None]:
     """
     if callable(batch) and not isinstance(batch, Tensor):
         return []
-    leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return [None if leaf.device.type == "meta" else KnownValue.constant(leaf.detach(), of_batch=True) for leaf in leaves]
+    return [
+        None if leaf.device.type == "meta" else KnownValue.constant(leaf.detach(), of_batch=True) for leaf in tensors_in(batch)
+    ]
 
 
 def batch_size_of(batch: Any) -> tuple[int, int, str]:
@@ -389,7 +367,7 @@ def batch_size_of(batch: Any) -> tuple[int, int, str]:
 
     Without such a tensor, return (rows, rows, "rows") of the largest tensor. The order of the tensors does not matter.
     """
-    leaves = [leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = [*tensors_in(batch)]
     ids = [leaf for leaf in leaves if leaf.dtype in (torch.int32, torch.int64)]
     largest = max(ids or leaves, key=lambda leaf: leaf.numel())
     rows = largest.shape[0] if largest.dim() else 1
@@ -448,7 +426,8 @@ def _modules_to_recompute(model: nn.Module, plan: Plan, blocks: list[str], recom
     return blocks[::each]
 
 
-FOOTPRINT = "explain(footprints={{'{op}': lambda *arguments: ...}})"
+NO_DEVICE = ("Torch not compiled with CUDA", "NVIDIA driver", "CUDA-capable device", "No CUDA GPUs")
+"""Words of the exceptions that torch raises if a program uses an accelerator that the machine does not have."""
 
 
 def _failure_text(part: str, failure: BaseException, model: nn.Module) -> str:
@@ -469,17 +448,18 @@ def _failure_text(part: str, failure: BaseException, model: nn.Module) -> str:
     if op is not None and isinstance(failure, (NotImplementedError, RuntimeError)) and "meta" in text.lower():
         return (
             f"The model's step depends on values, which meta tensors do not have{where}. Pass the result of {op} as "
-            f"{FOOTPRINT.format(op=op)}, with tensors on meta (fullshard.routed() for the tokens of experts)."
+            f"explain(footprints={{'{op}': lambda *arguments: ...}}), with tensors on meta (fullshard.routed() for the tokens "
+            "of experts)."
         )
     if isinstance(failure, NotImplementedError):
         return f"An operator has no kernel for meta ({text[:160]}){where}. Register one by torch.library.register_fake."
-    raised = f"{type(failure).__name__}: {text[:300] or 'without a text'}{where}"
+    raised = _described(failure, model)
     if _needs_group(failure):
         return (
             f"The {part} needs a process group, but explain() creates none ({raised}). Leave its collectives out, or call "
             "explain() in a program that has a process group. Context parallelism is not simulated."
         )
-    if _needs_device(text):
+    if any(words in text for words in NO_DEVICE):
         return (
             f"The {part} uses an explicit device ({raised}), but runs on meta. Create tensors on the device of the inputs, "
             "as by device=x.device."
@@ -491,15 +471,15 @@ def _failure_text(part: str, failure: BaseException, model: nn.Module) -> str:
     return f"The {part} raises {raised}" + (", called with the output of the model" if part == "loss" else "")
 
 
-def _needs_device(text: str) -> bool:
-    return any(
-        words in text for words in ("Torch not compiled with CUDA", "NVIDIA driver", "CUDA-capable device", "No CUDA GPUs")
-    )
+def _described(failure: BaseException, model: nn.Module | None = None) -> str:
+    """Return class, text and location of an exception in one line, as in "ValueError: no rows (at model.py:12)"."""
+    text = " ".join(str(failure).split())[:300] or "without a text"
+    return f"{type(failure).__name__}: {text}{_location(failure, model)}"
 
 
-def _location(failure: BaseException, model: nn.Module) -> str:
+def _location(failure: BaseException, model: nn.Module | None) -> str:
     """Return the innermost module and the innermost user line of a traceback, as in " (in 'layers.0', at model.py:12)"."""
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {} if model is None else {id(module): name for name, module in model.named_modules()}
     module = place = ""
     frame = failure.__traceback__
     # A traceback runs from the outermost frame to the innermost, so the last match wins.
@@ -525,7 +505,7 @@ class LocalShard:
     on_host: bool  # True if it is offloaded to host memory
 
 
-def local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]) -> list[LocalShard]:
+def _local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]) -> list[LocalShard]:
     """Return the first rank's shards, which are the largest, of all parameters that receive gradients.
 
     Args:
@@ -589,45 +569,9 @@ def shard_dims_of(traced: TracedModel) -> dict[str, int]:
     return found
 
 
-def check_tensor_parallel(arguments: ExplainArguments) -> None:
-    """Check that `tensor_parallel` divides the world and is passed together with `parallelize`.
-
-    Raises:
-        ValueError: otherwise; the text names the argument.
-    """
-    many, world = arguments.tensor_parallel, arguments.world
-    if not isinstance(many, int) or isinstance(many, bool) or many < 1 or world % many:
-        raise ValueError(f"tensor_parallel must be a number of ranks that divides the world of {world}, got {many!r}.")
-    if (many > 1) != (arguments.parallelize is not None):
-        raise ValueError(
-            f"tensor_parallel={many} does not match parallelize={arguments.parallelize!r}. Pass both: the number of ranks, and "
-            "a function of the model and their mesh, as lambda model, mesh: parallelize_module(model, mesh, plan)."
-        )
-
-
-def check_machines(world: int, gpu: Gpu) -> None:
-    """Check that a world of several machines uses all GPUs of each machine.
-
-    Raises:
-        ValueError: otherwise; the text names both numbers.
-    """
-    if not isinstance(world, int) or isinstance(world, bool) or world < 1:
-        raise ValueError(f"world must be the number of ranks, at least 1, got {world!r}.")
-    if world > gpu.per_node and world % gpu.per_node:
-        raise ValueError(
-            f"world={world} is no multiple of the {gpu.per_node} {gpu.name} of one machine. Pass the number of GPUs of each "
-            "machine as per_node= (--per-node)."
-        )
-
-
 def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
-    """Return the settings of the simulation.
-
-    Raises:
-        ValueError: if the mesh does not have as many ranks as the world.
-    """
-    ranks, replicas, hybrid = mesh_shape(arguments.world // arguments.tensor_parallel, arguments.mesh)
-    accelerator = arguments.accelerator
+    """Return the settings of the simulation."""
+    ranks, replicas, hybrid = arguments.mesh_sizes
     factory = None if arguments.optimizer is None else optimizer_factory(arguments.optimizer)
     return Setting(
         ranks,
@@ -640,8 +584,8 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
         states=arguments.states,
         microbatches=arguments.microbatches,
         accumulate=arguments.accumulate,
-        accelerator=accelerator,
-        gloo=not accelerator,
+        accelerator=arguments.accelerator,
+        gloo=not arguments.accelerator,
         optimizer=() if factory is None else traced.optimizer_steps_for(factory, ranks, replicas),
         keep_unsharded_storage=arguments.keep_unsharded_storage,
         engine=arguments.engine,
@@ -650,34 +594,4 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
     )
 
 
-def mesh_shape(world: int, mesh: Sequence[int] | int | None) -> tuple[int, int, bool]:
-    """Return (ranks that shard the parameters, replicas, True if the mesh has a replicate dim).
-
-    Raises:
-        ValueError: if the mesh does not have as many ranks as the world.
-    """
-    sizes = (world,) if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(mesh)
-    if len(sizes) > 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
-        raise ValueError(f"mesh must be one or two sizes, (ranks,) or (replicas, ranks), got {mesh!r}.")
-    if prod(sizes) != world:
-        fits = [f"({world // size}, {size})" for size in (8, 16, 32, 64) if world % size == 0 and size < world]
-        raise ValueError(
-            f"mesh must have as many ranks as the world, {world}, got {' x '.join(map(str, sizes))} = {prod(sizes)} ranks. "
-            f"Pass ({world},){' or ' + fits[0] if fits else ''}."
-        )
-    return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
-
-
-__all__ = [
-    "TracedModel",
-    "batch_size_of",
-    "check_machines",
-    "check_tensor_parallel",
-    "local_shards",
-    "mesh_shape",
-    "meta_batch",
-    "setting_of",
-    "tensors_of",
-    "trace_model",
-    "values_of_batch",
-]
+__all__ = ["TracedModel", "batch_size_of", "setting_of", "tensors_of", "trace_model"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,14 +28,13 @@ from fullshard.core import (
     Wait,
     has_few_rows,
     message_length,
-    plan_layout,
 )
 from fullshard.errors import check_int
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.optimizer import OptimizerStep
-from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Phase, Program, RecordedStream, RecordedWork
+from fullshard.foresight.program import Await, Launch, Mesh, Phase, Program, RecordedStream, RecordedWork, replay
 from fullshard.foresight.trace import (
     Allocated,
     BackwardBegins,
@@ -55,7 +54,6 @@ from fullshard.policies import (
     ZERO3,
     CheckPolicy,
     CommPolicy,
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     StateSharding,
@@ -131,17 +129,10 @@ class Setting:
 class Simulation:
     """Result of a simulation: a steady-state step, after one warm-up step."""
 
-    # Allocations and frees of both steps.
-    ledger: Ledger
-
-    # Index in the ledger of the second step's first change.
-    first_change: int
-
-    # Instructions and collectives of the second step.
-    program: Program
-
-    # For each block that was allocated outside of units: the operator that allocated it.
-    outside: Mapping[int, str]
+    ledger: Ledger  # allocations and frees of both steps
+    first_change: int  # index in the ledger of the second step's first change
+    program: Program  # instructions and collectives of the second step
+    outside: Mapping[int, str]  # for each block that was allocated outside of units: the operator that allocated it
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -426,17 +417,7 @@ class _Simulator:
                 self.ledger.allocate(nbytes, kind, "")
         if step.owners is not None:
             step.owners.run(self.ledger, self.program, on_host=step.on_host)
-        if step.on_host:
-            # The CPU runs this part, so only its time counts: one operator that reads and writes all bytes.
-            self.program.instructions.append(Op(ON_HOST, 0, sum(op.nbytes for op in step.ops), None))
-            return
-        self.program.instructions.extend(step.ops)
-        temporaries: dict[int, int] = {}
-        for storage, nbytes in step.changes:
-            if nbytes:
-                temporaries[storage] = self.ledger.allocate(nbytes, "temporaries", "")
-            else:
-                self.ledger.free(temporaries.pop(storage))
+        replay(step.events, self.ledger, self.program, on_host=step.on_host)
 
     def _start_heartbeats(self, reductions: Sequence[SimulatedReduction]) -> list[RecordedWork]:
         """Start one heartbeat per collective log, followed by one over the replicas if there are any."""
@@ -476,8 +457,6 @@ class _Simulator:
         unit.gathering = [(group, self._start_gather(unit, group)) for group in unit.groups]
 
     def _start_gather(self, unit: _Unit, group: SimulatedGroup) -> RecordedWork:
-        if group.plan.over_replicas is None:
-            return self._gather_stream.run(unit.name, group.gather, _nothing)
         first = group.allocate_inner_shard()
         group.allocate_gather()
         before = self._replicate_stream.run(unit.name, group.start_over_replicas, _nothing) if first else None
@@ -509,9 +488,9 @@ class _Simulator:
         """Start the reduction of a group's gradients, or accumulate them if this backward does not reduce."""
         if not self._sync or (unit.record.options.states.keeps_gradients and not self._last):
             return self.ledger.free_all(group.accumulate(grads))
-        self._in_flight.make_room(group.plan.in_flight)
+        self._in_flight.make_room(group.plan.options.comm.reductions_in_flight)
         merged = group.merge(grads)
-        defer = group.plan.sums_over_shards and not self._last
+        defer = group.plan.options.states.sums_over_shards and not self._last
         reduction = Fsdp2Reduction(group, merged) if self._as_fsdp2 else SimulatedReduction(group, merged, defer=defer)
         group.used = group.used or reduction.used
         # Gradients are free once they are added to accumulated ones (`spent`) or copied into the packed input (`packed_grads`).
@@ -578,64 +557,50 @@ def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
 
 def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, setting: Setting) -> list[GroupPlan]:
     """Return the parameter groups of a unit, as `group_parameters` forms them."""
-    replicated = partial(_has_few_rows, setting=setting) if _in_two_hops(options, setting) else None
-    groups = group_entries(entries, options.mp, replicated)
-    return [_group_plan(name, group, options, setting) for group in groups]
+    two_hops = options.states.shards_over_replicas and setting.replicas > 1  # shards are sharded over replicas, too
+
+    def stays_replicated(entry: PlanEntry) -> bool:
+        dim, ranks = setting.dims.get(entry.name, 0), setting.ranks * setting.replicas
+        return bool(entry.shape) and has_few_rows(entry.shape, dim, itemsize=entry.dtype.itemsize, ranks=ranks)
+
+    groups = group_entries(entries, options.mp, stays_replicated if two_hops else None)
+    return [
+        _group_plan(name, group, options, setting, two_hops=two_hops and not (group.scalar or group.replicated))
+        for group in groups
+    ]
 
 
-def _in_two_hops(options: UnitOptions, setting: Setting) -> bool:
-    """Return True if the unit's shards are sharded over replicas, too."""
-    return options.states.shards_over_replicas and setting.replicas > 1
-
-
-def _has_few_rows(entry: PlanEntry, setting: Setting) -> bool:
-    """Return True if a parameter stays replicated under a level that shards over replicas."""
-    dim, ranks = setting.dims.get(entry.name, 0), setting.ranks * setting.replicas
-    return bool(entry.shape) and has_few_rows(entry.shape, dim, itemsize=entry.dtype.itemsize, ranks=ranks)
-
-
-def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Setting) -> GroupPlan:
+def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Setting, *, two_hops: bool) -> GroupPlan:
     """Return the plan of one parameter group."""
-    entries, trainable, scalar = group.entries, group.trainable, group.scalar
-    dtypes = group.dtypes.of_fsdp2 if setting.engine == "fsdp2" else group.dtypes
-    ranks = 1 if scalar else setting.ranks
-    direct_min_bytes = options.comm.direct_min_bytes
+    if setting.engine == "fsdp2":
+        group = replace(group, dtypes=group.dtypes.of_fsdp2)
+    ranks, dtypes, subgroup = 1 if group.scalar else setting.ranks, group.dtypes, options.subgroup_size
+    outer = setting.replicas if two_hops else 1
     default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # as SingleRank and CoalescedCollectives
-    outer = setting.replicas if _in_two_hops(options, setting) and not (scalar or group.replicated) else 1
-    layout = plan_layout(
-        [entry.shape or (1,) for entry in entries],
-        ranks=ranks * outer,
-        itemsize=min(dtypes.storage.itemsize, dtypes.compute.itemsize),
-        direct=DirectRule.default(default) if direct_min_bytes is None else DirectRule(direct_min_bytes),
-        dims=[setting.dims.get(entry.name, 0) for entry in entries],
-        outer=outer,
-    )
-    over_replicas = scatter = None
-    if outer > 1:
+    direct_min_bytes = options.comm.direct_min_bytes
+    direct = DirectRule.default(default) if direct_min_bytes is None else DirectRule(direct_min_bytes)
+    layout, over_replicas, scatter = group.layout(ranks * outer, direct, dims=setting.dims, outer=outer), None, None
+    if two_hops:
         over_replicas, layout = layout.in_two_hops(ranks, outer, rank=0)
         # `as_is`: the sum over shards has the reduce dtype already.
         scatter = over_replicas.reduction(as_is=True, in_order=not setting.gloo, itemsize=dtypes.reduce.itemsize)
     in_order = ranks > 1 and not setting.gloo
-    subgroup = options.subgroup_size
     return GroupPlan(
         unit=name,
-        parameters=tuple(entry.name for entry in entries),
+        parameters=tuple(entry.name for entry in group.entries),
         layout=layout,
         reduction=layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize),
         dtypes=dtypes,
-        trainable=trainable,
-        log="everywhere" if scalar else "shards",
-        replicas=setting.ranks * setting.replicas if scalar else setting.replicas,
-        replicated=scalar or setting.hybrid,
+        trainable=group.trainable,
+        log="everywhere" if group.scalar else "shards",
+        replicas=setting.ranks * setting.replicas if group.scalar else setting.replicas,
+        replicated=group.scalar or setting.hybrid,
         subgroup=None if subgroup is None or subgroup >= ranks else subgroup,
-        host=isinstance(options.offload, CPUOffloadPolicy),
         accelerator=setting.accelerator,
         gloo=setting.gloo,
-        in_flight=options.comm.reductions_in_flight,
-        keep=options.keep_memory,
+        options=options,
         over_replicas=over_replicas,
         scatter=scatter,
-        sums_over_shards=options.states.sums_over_shards,
     )
 
 

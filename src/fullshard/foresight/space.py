@@ -22,7 +22,6 @@ from fullshard.foresight.clock import message_seconds, op_seconds
 from fullshard.foresight.explanation import Explanation, explain_with
 from fullshard.foresight.group import GroupPlan
 from fullshard.foresight.hardware import Gpu, Network, network_of
-from fullshard.foresight.optimizer import OptimizerStep
 from fullshard.foresight.program import Mesh
 from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
@@ -193,12 +192,9 @@ def _merged_plans(r: Explanation) -> list[Plan]:
 class Bound:
     """Lower bounds of one step."""
 
-    # Seconds of all microbatches.
-    seconds: float
-    # Bytes of device memory.
-    nbytes: int
-    # Bytes of pinned host memory.
-    pinned: int
+    seconds: float  # seconds of all microbatches
+    nbytes: int  # bytes of device memory
+    pinned: int  # bytes of pinned host memory
     # True if the setting's own batch and recomputation were traced. If not, the bound is looser: it omits activations, and
     # takes the seconds of the requested batch.
     traced: bool
@@ -213,7 +209,6 @@ class Variants:
         self.rows = batch_size_of(self._batch)[0]
         self._batches = {self.rows: self._batch}  # by number of rows
         self._traced: dict[object, TracedModel] = {}  # by (id of the batch, `recompute`)
-        self._steps: dict[object, OptimizerStep] = {}  # cache of `explain_with`
         self._compute_costs: dict[int, _ComputeCost] = {}  # by id of the trace
         self._state_costs: dict[object, _StateCost] = {}  # by the arguments that it depends on
         self.quick: bool | None = None  # True if the first explanation took less than QUICK_SECONDS
@@ -256,7 +251,7 @@ class Variants:
         arguments = self.arguments_for(changes)
         key = id(arguments.batch), arguments.recompute
         started = time.process_time()
-        explanation = explain_with(arguments, self._traced.get(key), self._steps)
+        explanation = explain_with(arguments, self._traced.get(key))
         # Only the first explanation is timed, since it traces the model.
         if self.quick is None:
             self.quick = time.process_time() - started < QUICK_SECONDS
@@ -336,12 +331,9 @@ class Variants:
 class _ComputeCost:
     """Compute cost of one microbatch."""
 
-    # Keeps the trace alive: costs are cached by its id.
-    traced: TracedModel
-    # Seconds of all operators, without any waiting.
-    seconds: float
-    # Bytes that stay after forward: activations, buffers and the batch.
-    kept: int
+    traced: TracedModel  # keeps the trace alive: costs are cached by its id
+    seconds: float  # seconds of all operators, without any waiting
+    kept: int  # bytes that stay after forward: activations, buffers and the batch
 
 
 def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
@@ -366,10 +358,8 @@ def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
 class _StateCost:
     """Memory of the sharded state, and communication time of all units."""
 
-    # Bytes of shards, optimizer states, and parameters that are kept unsharded on the device.
-    nbytes: int
-    # Bytes of shards and optimizer states in pinned host memory.
-    pinned: int
+    nbytes: int  # bytes of shards, optimizer states, and parameters that are kept unsharded on the device
+    pinned: int  # bytes of shards and optimizer states in pinned host memory
     # Bytes of the unsharded gradients that microbatches keep with `accumulate`, and of those that are kept in any case.
     gradients: int
     kept_gradients: int

@@ -6,11 +6,11 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -117,26 +117,17 @@ Event = (
 class Trace:
     """Events of one forward, loss and backward of a model whose parameters have the compute dtype."""
 
-    # In program order.
-    events: tuple[Event, ...]
-
-    # Bytes of the model's buffers.
-    buffers: int
-
-    # Bytes of the inputs.
-    batch: int
+    events: tuple[Event, ...]  # in program order
+    buffers: int  # bytes of the model's buffers
+    batch: int  # bytes of the inputs
 
     # Storages that are alive when backward begins: activations. All other storages are temporaries.
     kept: frozenset[int]
-
-    # Flops of forwards that backward runs again.
-    recomputed: int
+    recomputed: int  # flops of forwards that backward runs again
 
     # By module: floating-point dtypes of its inputs before casting. Modules without such inputs are left out.
     inputs: Mapping[str, frozenset[torch.dtype]]
-
-    # Lines of the report: decisions by values of the batch, unsimulated work, unused footprints.
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # lines of the report: decisions by values of the batch, unsimulated work, unused footprints
 
     # True if the step calls functions compiled by torch.compile. They are traced in eager mode.
     compiled: bool = False
@@ -321,20 +312,12 @@ def _has_torch_dispatch(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) not in (None, Tensor.__torch_dispatch__)
 
 
-def _as_footprint(value: Any) -> Footprint:
-    return value if callable(value) else lambda *_, **__: value
-
-
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 _EQUAL, _COPIED = torch.ops.aten.equal.default, _torch.copied.default
 _NEEDS_VALUES = {_EQUAL, _COPIED, _torch.item.default}
-
-
-def _is_host(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
 
 
 class _BackwardBeginHook:
@@ -370,7 +353,7 @@ class _TraceMode(_torch.TorchDispatchMode):
         super().__init__()
         self._answers = Answers({}) if answers is None else answers
         self.values = KnownValues()
-        self._footprints = {name.replace("::", "."): _as_footprint(value) for name, value in footprints.items()}
+        self._footprints = {name.replace("::", "."): value for name, value in footprints.items()}
         self._autograd_only_references = _autograd_only_references()
         self.inputs: dict[str, set[torch.dtype]] = {}
         self.events: list[Event] = []
@@ -427,8 +410,7 @@ class _TraceMode(_torch.TorchDispatchMode):
             out = self._run(func, args, kwargs)
             if not has_footprint:
                 self.values.note(func, args, kwargs, out)
-            outs = [leaf for leaf in _torch.tree_leaves(out) if isinstance(leaf, Tensor)]
-            given = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            outs, given = [*tensors_in(out)], [*tensors_in((args, kwargs))]
             _check_product_dtypes(func, given)
             if _torch.sends_messages(func):
                 self.unsimulated_collectives[str(func.overloadpacket).replace(".", "::")] = None
@@ -460,11 +442,12 @@ class _TraceMode(_torch.TorchDispatchMode):
         """Run an operator, or return the result of its footprint. Operators without a result are skipped on meta."""
         if _torch.only_writes(func) and all(t.device.type == "meta" for t in args[0] if isinstance(t, Tensor)):
             return None
-        footprint = self._footprint(str(func.overloadpacket))
-        if footprint is not None:
-            found = footprint(*args, **kwargs)
+        name = str(func.overloadpacket)
+        if name in self._footprints:
+            self._answers.used.add(name)
+            footprint = self._footprints[name]
+            found = footprint(*args, **kwargs) if callable(footprint) else footprint
             if _torch.returns_tensors(func) and not isinstance(found, (Tensor, list, tuple)):
-                name = str(func.overloadpacket)
                 raise Untraceable(
                     f"The footprint of {name} returns {found!r}, but the operator returns a tensor. Return a tensor on meta."
                 )
@@ -494,26 +477,18 @@ class _TraceMode(_torch.TorchDispatchMode):
                 self._answers.refused = failure
             raise
 
-    def _footprint(self, name: str) -> Footprint | None:
-        """Return the user's footprint for an operator, if any."""
-        if name in self._footprints:
-            self._answers.used.add(name)
-        return self._footprints.get(name)
-
     def _read_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator that reads values, from known values or the user's answers."""
+        tensor = args[0]
         if func is _EQUAL:
-            one, other = args
-            if one.shape != other.shape:
-                return False
-            known = self.values.find(one), self.values.find(other)
-            return self._answers.equal(*known)
-        if func is _COPIED and not (args[0].device.type == "meta" and _is_host(kwargs.get("device"))):
+            other = args[1]
+            return tensor.shape == other.shape and self._answers.equal(self.values.find(tensor), self.values.find(other))
+        if func is not _COPIED:
+            return self._answers.scalar(tensor, self.values.find(tensor))
+        to = kwargs.get("device")
+        if tensor.device.type != "meta" or to is None or torch.device(to).type != "cpu":
             return func(*args, **kwargs)
-        known_ = self.values.find(args[0])
-        if func is _COPIED:
-            return self._answers.on_host(args[0], known_).to(kwargs.get("dtype") or args[0].dtype)
-        return self._answers.scalar(args[0], known_)
+        return self.values_on_host(tensor).to(kwargs.get("dtype") or tensor.dtype)
 
     def _track_storage(self, tensor: Tensor) -> None:
         key = _torch.storage_key(tensor)
@@ -537,12 +512,12 @@ class _TraceMode(_torch.TorchDispatchMode):
         for name, buffer in model.named_buffers():
             if name in known:
                 self.values.record(buffer, known[name])
-        for tensor, value in zip((leaf for leaf in _torch.tree_leaves(batch) if isinstance(leaf, Tensor)), of_batch):
+        for tensor, value in zip(tensors_in(batch), of_batch):
             if value is not None:
                 self.values.record(tensor, value)
 
-    def values_for_numpy(self, tensor: Tensor) -> Tensor:
-        """Return the known values of a meta tensor whose `numpy()` is called."""
+    def values_on_host(self, tensor: Tensor) -> Tensor:
+        """Return the known values of a meta tensor that is copied to the host, or whose `numpy()` is called."""
         return self._answers.on_host(tensor, self.values.find(tensor))
 
     def begin_backward(self) -> None:
@@ -552,15 +527,18 @@ class _TraceMode(_torch.TorchDispatchMode):
 
     # --- modules and parameters ---
 
-    def before_forward(self, name: str, inputs: Sequence[Tensor]) -> None:
-        """Record the start of a module's forward and the dtypes of its inputs."""
+    def before_forward(
+        self, name: str, dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record the start of a module's forward and the dtypes of its inputs. Return the inputs, cast to `dtype`."""
         self.events.append(ForwardBegins(name, _torch.current_graph_task() != -1))
-        for tensor in inputs:
+        for tensor in tensors_in((args, kwargs)):
             if tensor.dtype.is_floating_point:
                 self.inputs.setdefault(name, set()).add(tensor.dtype)
+        return None if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
 
-    def after_forward(self, name: str, output: Any) -> None:
-        """Record the end of a module's forward, and hook its outputs' graph nodes to record the start of backward."""
+    def after_forward(self, name: str, dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Record the end of a module's forward, and hook its outputs' graph nodes. Return the output, cast to `dtype`."""
         hook: _BackwardBeginHook | None = None
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -570,6 +548,7 @@ class _TraceMode(_torch.TorchDispatchMode):
                 hook_node(tensor.grad_fn, hook)
         call = -1 if hook is None else hook.event.call
         self.events.append(ForwardEnds(name, call, torch.is_grad_enabled(), _torch.current_graph_task() != -1))
+        return None if dtype is None else cast_floats(output, dtype)
 
     def record_gradient(self, name: str, parameter: Tensor) -> None:
         """Record a parameter's accumulated gradient and clear `.grad`.
@@ -639,7 +618,7 @@ def trace(
     if real is not None:
         raise ValueError(f"trace() expected a model on meta, but '{real}' is not. Build the model under torch.device('meta').")
     at_places, at_operators = split_footprints(footprints)
-    step = _StepTracer(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output=keep_output)
+    step = _StepTracer(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output)
     if warm:
         step.run(Answers(at_places), known)
     found, notes = decide(partial(step.run, known=known), at_places, _difference)
@@ -667,6 +646,7 @@ def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     return places, operators
 
 
+@dataclass(slots=True, eq=False)
 class _StepTracer:
     """Repeatable tracer of one step, with the arguments of `trace`. A step that depends on values is traced several times.
 
@@ -677,25 +657,18 @@ class _StepTracer:
         used: names of the footprints that any trace used.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Sequence[Any] | Mapping[str, Any],
-        loss: Callable[[Any], Tensor],
-        precision: Precision,
-        accelerator: bool,
-        footprints: Mapping[str, Footprint],
-        batch_values: Sequence[KnownValue | None],
-        *,
-        keep_output: bool,
-    ) -> None:
-        self._model, self._batch, self._loss, self._precision = model, batch, loss, precision
-        self._accelerator, self._footprints, self._batch_values = accelerator, footprints, batch_values
-        self._keep_output = keep_output
-        self.reads_values = False
-        self.compiled = False
-        self.written: set[str] = set()
-        self.used: set[str] = set()
+    _model: nn.Module
+    _batch: Sequence[Any] | Mapping[str, Any]
+    _loss: Callable[[Any], Tensor]
+    _precision: Precision
+    _accelerator: bool
+    _footprints: Mapping[str, Footprint]
+    _batch_values: Sequence[KnownValue | None]
+    _keep_output: bool
+    reads_values: bool = False
+    compiled: bool = False
+    written: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
     def run(self, answers: Answers, known: Mapping[str, KnownValue]) -> Trace:
         """Trace the step once."""
@@ -703,11 +676,11 @@ class _StepTracer:
         with (
             gc_paused(),
             _cast_parameters(model, self._precision.parameters),
-            _torch.on_autocast(_refuse_autocast),
+            _torch.on_autocast(partial(_refuse, _AUTOCAST)),
             _torch.on_compiled(self._see_compiled),
-            _torch.on_activation_offload(_refuse_activation_offload),
-            _torch.on_context_parallel(_refuse_context_parallel),
-            _torch.on_numpy(recorder.values_for_numpy),
+            _torch.on_activation_offload(partial(_refuse, _ACTIVATION_OFFLOAD)),
+            _torch.on_context_parallel(partial(_refuse, _CONTEXT_PARALLEL)),
+            _torch.on_numpy(recorder.values_on_host),
             fused_kernels() if self._accelerator else host_kernels(),
         ):
             recorder.register_existing(list(model.parameters()))
@@ -802,25 +775,22 @@ def _cast_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Ite
             owner[key] = one
 
 
-def _refuse_activation_offload() -> None:
-    raise UntraceablePlace(
-        "explain() cannot simulate torch.autograd.graph.save_on_cpu, with which the model keeps activations in host memory. "
-        "Remove it, and pass recompute= to see how much memory recomputation would free instead"
-    )
+def _refuse(why: str) -> NoReturn:
+    raise UntraceablePlace(why)
 
 
-def _refuse_context_parallel() -> None:
-    raise UntraceablePlace(
-        "explain() cannot simulate torch's context_parallel, with which the model computes attention. Remove it, and pass the "
-        "rows of one rank. The estimate then lacks the attention over the rest of each sequence"
-    )
-
-
-def _refuse_autocast() -> None:
-    raise UntraceablePlace(
-        "explain() cannot trace a model that runs under torch.autocast: the meta device does not apply its casts. Pass "
-        "explain(mp_policy=...) instead. Its param_dtype is also the dtype of the all-gathers"
-    )
+_ACTIVATION_OFFLOAD = (
+    "explain() cannot simulate torch.autograd.graph.save_on_cpu, with which the model keeps activations in host memory. "
+    "Remove it, and pass recompute= to see how much memory recomputation would free instead"
+)
+_CONTEXT_PARALLEL = (
+    "explain() cannot simulate torch's context_parallel, with which the model computes attention. Remove it, and pass the "
+    "rows of one rank. The estimate then lacks the attention over the rest of each sequence"
+)
+_AUTOCAST = (
+    "explain() cannot trace a model that runs under torch.autocast: the meta device does not apply its casts. Pass "
+    "explain(mp_policy=...) instead. Its param_dtype is also the dtype of the all-gathers"
+)
 
 
 class StepFailed(ValueError):
@@ -867,16 +837,11 @@ def _step_part(name: str) -> Iterator[None]:
 
 
 def _check_loss(value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise Untraceable(
-            f"loss= expected a function that returns a tensor of one element, got a {type(value).__name__}. Return the tensor "
-            "that backward() is called on."
-        )
-    if value.numel() != 1:
-        raise Untraceable(
-            f"loss= expected a function that returns a tensor of one element, got shape {tuple(value.shape)}. Return its "
-            ".mean(), for example."
-        )
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a {type(value).__name__}. Return the tensor that backward() is called on."
+        if isinstance(value, Tensor):
+            got = f"shape {tuple(value.shape)}. Return its .mean(), for example."
+        raise Untraceable(f"loss= expected a function that returns a tensor of one element, got {got}")
     if not value.requires_grad:
         raise Untraceable(
             "The loss depends on no trainable parameter. Set requires_grad of a parameter, or pass another loss=."
@@ -897,13 +862,13 @@ def _hooks(model: nn.Module, recorder: _TraceMode, precision: Precision) -> Iter
     """Hook modules and parameters to record their events, and cast inputs and outputs as `core.hooks.ForwardHooks`."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            before = _forward_pre_hook(recorder, name, precision.inputs.get(name))
+            before = partial(recorder.before_forward, name, precision.inputs.get(name))
             stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-            after = _forward_hook(recorder, name, precision.outputs.get(name))
+            after = partial(recorder.after_forward, name, precision.outputs.get(name))
             stack.callback(module.register_forward_hook(after, always_call=True).remove)
         for parameter, name in parameter_names(model, precision.parameters).items():
             if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(_grad_hook(recorder, name)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(partial(recorder.record_gradient, name)).remove)
         yield
 
 
@@ -915,26 +880,6 @@ def parameter_names(model: nn.Module, planned: Iterable[str]) -> dict[nn.Paramet
         if parameter not in found or name in names:
             found[parameter] = name
     return found
-
-
-def _forward_pre_hook(recorder: _TraceMode, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder.before_forward(name, [*tensors_in(args), *tensors_in(kwargs)] if kwargs else [*tensors_in(args)])
-        return None if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
-
-    return enter
-
-
-def _forward_hook(recorder: _TraceMode, name: str, dtype: torch.dtype | None) -> Callable[..., Any]:
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        recorder.after_forward(name, output)
-        return None if dtype is None else cast_floats(output, dtype)
-
-    return leave
-
-
-def _grad_hook(recorder: _TraceMode, name: str) -> Callable[[Tensor], None]:
-    return lambda parameter: recorder.record_gradient(name, parameter)
 
 
 __all__ = [

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fullshard import _torch
+from fullshard.core import tensors_in
 from fullshard.wrap.known_values import KnownValue
 
 MOST_ANSWERS = 1000
@@ -53,20 +53,13 @@ class ValueRead:
 class Answers:
     """Answers to the reads of values in one trace."""
 
-    # By place: the user's footprints.
-    given: Mapping[str, Any]
-
-    # By place: chosen answers where the value depends on data.
-    tried: Mapping[str, bool] = field(default_factory=dict)
-
-    # By place: reads so far.
-    reads: dict[str, ValueRead] = field(default_factory=dict)
+    given: Mapping[str, Any]  # by place: the user's footprints
+    tried: Mapping[str, bool] = field(default_factory=dict)  # by place: chosen answers where the value depends on data
+    reads: dict[str, ValueRead] = field(default_factory=dict)  # by place: reads so far
 
     # Failure of an operator that needs values. It would not fail on a real device.
     refused: Exception | None = None
-
-    # Names of `given` that were used.
-    used: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)  # names of `given` that were used
 
     def scalar(self, tensor: Tensor, known: KnownValue | None) -> Any:
         """Return the number or bool for `tensor.item()`.
@@ -123,8 +116,7 @@ class Answers:
     def record_shape(self, found: Any, *, of_batch: bool) -> None:
         """Record that the shape of a result depends on values of the batch."""
         if of_batch:
-            shapes = [tuple(leaf.shape) for leaf in _torch.tree_leaves(found) if isinstance(leaf, Tensor)]
-            self._answer(*running_line(), f"of shape {shapes[0]}", of_batch=True)
+            self._answer(*running_line(), f"of shape {tuple(next(tensors_in(found)).shape)}", of_batch=True)
 
     def _user_answer(self, place: str) -> Any:
         for name, given in self.given.items():

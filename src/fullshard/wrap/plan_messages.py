@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +14,7 @@ from fullshard.core import (
     MIN_CHUNK,
     MIN_MESSAGE,
     DirectRule,
+    GroupLayout,
     plan_layout,
     staging_limit,
 )
@@ -27,6 +29,7 @@ from fullshard.policies import (
 )
 from fullshard.wrap.tables import aligned, bytes_text, span
 
+NO_DIMS: Mapping[str, int] = MappingProxyType({})
 _LEAST_PADDING = 1 << 20  # bytes of a unit's padding from which there is a remark, if they are more than a tenth of the unit
 
 
@@ -97,6 +100,17 @@ class EntryGroup:
     replicated: bool  # True under HFSDP for parameters with few rows, which are not sharded over replicas
     entries: tuple[PlanEntry, ...]
 
+    def layout(self, ranks: int, direct: DirectRule, *, dims: Mapping[str, int] = NO_DIMS, outer: int = 1) -> GroupLayout:
+        """Plan the layout. `dims`: by parameter, the sharded dim, if that is not 0. The others: see `plan_layout`."""
+        return plan_layout(
+            [entry.shape or (1,) for entry in self.entries],
+            [dims.get(entry.name, 0) for entry in self.entries],
+            ranks=ranks,
+            itemsize=min(self.dtypes.storage.itemsize, self.dtypes.compute.itemsize),
+            direct=direct,
+            outer=outer,
+        )
+
 
 def group_entries(
     entries: Sequence[PlanEntry], mp: MixedPrecisionPolicy, replicated: Callable[[PlanEntry], bool] | None = None
@@ -134,38 +148,34 @@ def messages_of(
 
 
 def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitMessages:
-    members, dtypes = group.entries, group.dtypes
-    itemsize, reduce_itemsize = dtypes.compute.itemsize, dtypes.reduce.itemsize
-    shapes = [entry.shape or (1,) for entry in members]
-    smaller = min(dtypes.storage.itemsize, itemsize)  # one layout serves shards and unsharded parameters, see `plan_layout`
-    if group.scalar:  # nothing to all-gather; one all-reduce of the gradients over all ranks
-        layout = plan_layout(shapes, ranks=1, itemsize=smaller, direct=rule)
-        return UnitMessages(
-            gathered=0,
-            full=layout.unsharded_numel * itemsize,
-            direct=0,
-            padding=(layout.unsharded_numel - len(members)) * itemsize,
-            gather_staging=0,
-            reduced=int(group.trainable and ranks > 1),
-            reduce_staging=0,
-            kept=len(members) * dtypes.kept.itemsize * group.trainable,
-        )
-    layout = plan_layout(shapes, ranks=ranks, itemsize=smaller, direct=rule)
+    dtypes, itemsize, trainable = group.dtypes, group.dtypes.compute.itemsize, group.trainable
+    numel, layout = sum(entry.numel for entry in group.entries), group.layout(1 if group.scalar else ranks, rule)
+    # Of scalars: nothing to all-gather, and one all-reduce of the gradients over all ranks.
+    found = UnitMessages(
+        gathered=0,
+        full=layout.unsharded_numel * itemsize,
+        direct=0,
+        padding=(layout.unsharded_numel - numel) * itemsize,
+        gather_staging=0,
+        reduced=int(trainable and ranks > 1),
+        reduce_staging=0,
+        kept=numel * dtypes.kept.itemsize * trainable,
+    )
+    if group.scalar:
+        return found
     # in_order: as on nccl. On gloo, gradients are not reduced in slices.
-    reduction = layout.reduction(as_is=dtypes.reduces_as_is, in_order=True, itemsize=reduce_itemsize)
+    reduction = layout.reduction(as_is=dtypes.reduces_as_is, in_order=True, itemsize=dtypes.reduce.itemsize)
     slices = max((sum(part.size for part in message) * ranks for message in reduction.slices), default=0)
     reduce_staging = (0 if reduction.packed is None else reduction.packed.size * ranks) + slices
     if dtypes.reduce is torch.float16 and ranks > 1:  # direct gradients are copied, to be divided before the sum
         reduce_staging += ranks * sum(layout.offsets[index].size for index in reduction.direct)
-    return UnitMessages(
+    return replace(
+        found,
         gathered=int(bool(layout.buckets)),
-        full=layout.unsharded_numel * itemsize,
         direct=sum(place.size for place in layout.offsets if place.direct) * ranks * itemsize,
-        padding=(layout.unsharded_numel - sum(entry.numel for entry in members)) * itemsize,
         gather_staging=0 if layout.packed is None else layout.packed.size * ranks * itemsize,
-        reduced=reduction.messages * group.trainable,
-        reduce_staging=reduce_staging * reduce_itemsize * group.trainable,
-        kept=sum(entry.numel for entry in members) * dtypes.kept.itemsize * group.trainable,
+        reduced=reduction.messages * trainable,
+        reduce_staging=reduce_staging * dtypes.reduce.itemsize * trainable,
     )
 
 
