@@ -6,7 +6,7 @@ import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -203,13 +203,6 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         if auto_wrap_policy is not None:
             self._wrap_submodules(given, auto_wrap_policy)
-        self._shard(given)
-        self._store_arguments(given)
-        self._set_up_unit()
-
-    def _shard(self, given: FSDP1Arguments) -> None:
-        """Materialize meta tensors of the module, and call `fully_shard` on it unless it is a list of wrappers."""
-        module = given.module
         managed = collect([module], ignored=given.ignored, is_unit=lambda inner: unit_of(inner) is not None)
         self._is_list = _is_list(module, managed)
         materialize(managed, given)
@@ -217,6 +210,16 @@ class FullyShardedDataParallel(nn.Module):
             fully_shard(module, **given.options)
         self._fsdp_wrapped_module = module
         self._buffer_dtypes = cast_buffers(module, managed, given)
+        self._store_arguments(given)
+        unit = self._own_unit
+        if unit is not None:
+            # fully_shard() changes the class of a module. FSDP1 does not: there only the wrapper has the interface.
+            for sharded in unit.modules:
+                sharded.__class__ = plain_class(type(sharded))
+            self._apply_prefetch(unit)
+        self.register_state_dict_post_hook(_state_dict_post_hook)
+        self.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
+        self.register_load_state_dict_post_hook(_load_state_dict_post_hook)
 
     def _store_arguments(self, given: FSDP1Arguments) -> None:
         """Store the arguments that forward, properties and state dicts read later."""
@@ -231,18 +234,6 @@ class FullyShardedDataParallel(nn.Module):
         self._casts_inputs = mixed is not None and mixed.cast_forward_inputs
         self._own_dtype: torch.dtype | None = None  # of a module that mixed precision leaves out, which computes in this dtype
         self._state_dict_settings = _state_dict_settings(StateDictType.FULL_STATE_DICT)
-
-    def _set_up_unit(self) -> None:
-        """Restore the class of the wrapped module, apply `backward_prefetch`, and register the state dict hooks."""
-        unit = self._own_unit
-        if unit is not None:
-            # fully_shard() changes the class of a module. FSDP1 does not: there only the wrapper has the interface.
-            for sharded in unit.modules:
-                sharded.__class__ = plain_class(type(sharded))
-            self._apply_prefetch(unit)
-        self.register_state_dict_post_hook(_state_dict_post_hook)
-        self.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
-        self.register_load_state_dict_post_hook(_load_state_dict_post_hook)
 
     def _apply_prefetch(self, unit: Unit) -> None:
         if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
@@ -390,12 +381,9 @@ class FullyShardedDataParallel(nn.Module):
             True if no other wrapper contains this one.
         """
         if self._is_root is None:
-            self._mark_root()
+            for below in self.fsdp_modules(self):
+                below._is_root = below is self
         return bool(self._is_root)
-
-    def _mark_root(self) -> None:
-        for below in self.fsdp_modules(self):
-            below._is_root = below is self
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -420,10 +408,13 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             This wrapper.
         """
-        if any(unit.shows_plain for unit in units_of(self, True)):
-            return super().apply(fn)  # type: ignore[return-value]
-        with full_params(self), with_original_classes(units_of(self, True)):
-            return super().apply(fn)  # type: ignore[return-value]
+        units = units_of(self, True)
+        with ExitStack() as unsharded:
+            if not any(unit.shows_plain for unit in units):
+                unsharded.enter_context(full_params(self))
+                unsharded.enter_context(with_original_classes(units))
+            super().apply(fn)
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset all gradients, including gradients kept by backwards in `no_sync()`, which an optimizer cannot reset.
@@ -487,31 +478,9 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             raise RuntimeError(str(wrong).replace(f"{_WRAPPED_MODULE}.", "")) from wrong
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters under the names of the unwrapped module.
-
-        Args:
-            args: positional arguments of `nn.Module.named_parameters`.
-            kwargs: keyword arguments of `nn.Module.named_parameters`.
-
-        Yields:
-            Name and parameter: a DTensor, or a plain Parameter while unsharded parameters are installed.
-        """
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield clean_name(name), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the buffers under the names of the unwrapped module.
-
-        Args:
-            args: positional arguments of `nn.Module.named_buffers`.
-            kwargs: keyword arguments of `nn.Module.named_buffers`.
-
-        Yields:
-            Name and buffer.
-        """
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean_name(name), buffer
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Give `named_parameters()` and `named_buffers()` the names of the unwrapped module."""
+        return ((clean_name(name), tensor) for name, tensor in super()._named_members(*args, **kwargs))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch.distributed.checkpoint.state_dict to omit the attribute of the wrapped module in names."""
@@ -529,16 +498,11 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             The output of the wrapped module.
         """
-        if self._is_root is None:
-            self._mark_root()
+        casts = self._casts_root_inputs if self.check_is_root() else self._casts_inputs
         if self._full_precision_in_eval:
             self._update_precision()
         dtype = self._mixed_precision.param_dtype
-        if (
-            dtype is not None
-            and not self._in_full_precision
-            and (self._casts_root_inputs if self._is_root else self._casts_inputs)
-        ):
+        if dtype is not None and casts and not self._in_full_precision:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if self._own_dtype is None:
             return self._fsdp_wrapped_module(*args, **kwargs)

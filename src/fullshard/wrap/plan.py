@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -37,7 +38,7 @@ class ModelSummary:
     own: dict[str, tuple[int, ...]]  # module -> indices into `parameters`, without those of its children
     parameters: tuple[PlanEntry, ...]
     uncallable: frozenset[str]  # modules without a forward: lists and dicts of modules
-    aliases: dict[str, str]  # further name of a module -> its first name
+    first_names: dict[str, str]  # any name of a module -> its first name
 
     @classmethod
     def of(cls, model: nn.Module, *, ignored: Iterable[nn.Parameter] = ()) -> ModelSummary:
@@ -49,38 +50,30 @@ class ModelSummary:
         kinds: dict[str, str] = {}
         children: dict[str, tuple[str, ...]] = {}
         own: dict[str, tuple[int, ...]] = {}
-        uncallable: set[str] = set()
         for name, module in children_first(model):
             known[id(module)] = name
             kinds[name] = type(module).__name__
-            children[name] = tuple(dict.fromkeys(known[id(child)] for child in module.children()))
-            held: list[int] = []
-            for key, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in left_out:
-                    continue
+            children[name] = tuple(known[id(child)] for child in module.children())
+            held = [(key, one) for key, one in module.named_parameters(recurse=False) if id(one) not in left_out]
+            for key, parameter in held:
                 if id(parameter) not in index:
                     index[id(parameter)] = len(entries)
                     local = _torch.local_part(parameter)  # tensor parallelism shards before fully_shard
-                    nbytes = local.numel() * local.element_size()
-                    full_name = f"{name}.{key}" if name else key
                     entries.append(
                         PlanEntry(
-                            full_name,
-                            local.numel(),
-                            nbytes,
-                            parameter.requires_grad,
-                            tuple(local.shape),
-                            parameter.dtype,
-                            GradDtype(*_torch.grad_dtype_of(parameter)),
+                            name=f"{name}.{key}" if name else key,
+                            numel=local.numel(),
+                            nbytes=local.numel() * local.element_size(),
+                            trainable=parameter.requires_grad,
+                            shape=tuple(local.shape),
+                            dtype=parameter.dtype,
+                            grad_dtype=GradDtype(*_torch.grad_dtype_of(parameter)),
                         )
                     )
-                held.append(index[id(parameter)])
-            own[name] = tuple(dict.fromkeys(held))
-            if not has_forward(module):
-                uncallable.add(name)
-        several = ((name, known[id(module)]) for name, module in model.named_modules(remove_duplicate=False))
-        aliases = {name: first for name, first in several if name != first}
-        return cls(kinds, children, own, tuple(entries), frozenset(uncallable), aliases)
+            own[name] = tuple(index[id(parameter)] for _, parameter in held)
+        first_names = {name: known[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
+        uncallable = frozenset(known[id(module)] for module in model.modules() if not has_forward(module))
+        return cls(kinds, children, own, tuple(entries), uncallable, first_names)
 
     def below(self, names: Iterable[str], *, stop: frozenset[str] = frozenset()) -> list[str]:
         """Return the modules `names` and their submodules, without entering the modules in `stop`. Each appears once."""
@@ -184,7 +177,7 @@ class Plan:
 
     def __init__(self, outline: ModelSummary, units: Iterable[PlannedUnit]) -> None:
         self.outline = outline
-        self._units: list[PlannedUnit] = []
+        self._held: list[tuple[PlannedUnit, list[PlanEntry]]] = []
         chosen = list(units)
         for unit in chosen:
             if not isinstance(unit, PlannedUnit):
@@ -196,7 +189,7 @@ class Plan:
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
         """The units, in the order in which they will be sharded."""
-        return tuple(self._units)
+        return tuple(unit for unit, _ in self._held)
 
     def entries(self, unit: PlannedUnit) -> list[PlanEntry]:
         """Return the parameters that a unit will contain.
@@ -210,10 +203,10 @@ class Plan:
         Raises:
             ValueError: if the unit is not in the plan; an edit creates new units.
         """
-        if unit not in self._units:
-            raise ValueError(f"Unit '{unit.name}' is not in the plan (an edit creates new units). Pass one of plan.units.")
-        owners = self._owners(self._units)
-        return [entry for i, entry in enumerate(self.outline.parameters) if owners.get(i) == [unit]]
+        for other, entries in self._held:
+            if other is unit:
+                return list(entries)
+        raise ValueError(f"Unit '{unit.name}' is not in the plan (an edit creates new units). Pass one of plan.units.")
 
     def held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
         """Return every unit with the parameters that it will contain.
@@ -226,12 +219,7 @@ class Plan:
             >>> [(unit.name, len(entries)) for unit, entries in plan.held()]                  # doctest: +SKIP
             [('(model)', 4)]
         """
-        owners = self._owners(self._units)
-        found: dict[int, list[PlanEntry]] = {id(unit): [] for unit in self._units}
-        for index, entry in enumerate(self.outline.parameters):
-            for unit in owners.get(index, ()):
-                found[id(unit)].append(entry)
-        return [(unit, found[id(unit)]) for unit in self._units]
+        return [(unit, list(entries)) for unit, entries in self._held]
 
     # --- edits ---
 
@@ -253,10 +241,7 @@ class Plan:
         if not modules:
             raise ValueError("Plan.add() expected the qualified names of the modules of one unit, got none.")
         modules = tuple(map(self._resolve_name, modules))
-        moved = set(modules)
-        left = [unit for unit in self._units if not moved.issuperset(unit.modules)]
-        remaining = [replace(unit, modules=tuple(name for name in unit.modules if name not in moved)) for unit in left]
-        self._set_units([*remaining, PlannedUnit(modules, why, options)])
+        self._set_units([*self._without(frozenset(modules)), PlannedUnit(modules, why, options)])
 
     def drop(self, module: str) -> None:
         """Remove `module` from its unit: its parameters move to the unit around it.
@@ -267,13 +252,10 @@ class Plan:
         Raises:
             ValueError: for the model itself, or a module that is in no planned unit.
         """
-        module = self.outline.aliases.get(module, module)
         if module == "":
             raise ValueError("The model itself is always a unit: no unit is around it that could take its parameters.")
-        unit = self._unit_of(module)
-        left = tuple(name for name in unit.modules if name != module)
-        others = [other for other in self._units if other is not unit]
-        self._set_units([*others, replace(unit, modules=left)] if left else others)
+        self._unit_of(module)  # raises for a module that is in no unit
+        self._set_units(self._without(frozenset([self.outline.first_names[module]])))
 
     def merge(self, *modules: str) -> None:
         """Merge the units of these modules into one unit, with the options of the first.
@@ -288,7 +270,7 @@ class Plan:
         if len(units) < 2:
             raise ValueError(f"Plan.merge() expected modules of at least two units, got {modules}.")
         merged = replace(units[0], modules=tuple(name for unit in units for name in unit.modules), why="merged")
-        self._set_units([*(unit for unit in self._units if unit not in units), merged])
+        self._set_units([*(unit for unit in self.units if unit not in units), merged])
 
     def set(self, module: str, **options: Any) -> None:
         """Change options of `fully_shard` for the unit of `module` only.
@@ -305,7 +287,7 @@ class Plan:
         """
         unit = self._unit_of(module)
         changed = replace(unit, options={**unit.options, **options})
-        self._units = [changed if other is unit else other for other in self._units]
+        self._held = [(changed if other is unit else other, entries) for other, entries in self._held]
 
     # --- queries ---
 
@@ -316,7 +298,7 @@ class Plan:
             One entry per such unit; as a string, it includes the remedy.
         """
         found: list[Mixture] = []
-        for unit, entries in self.held():
+        for unit, entries in self._held:
             trainable = tuple(entry for entry in entries if entry.trainable)
             frozen = tuple(entry for entry in entries if not entry.trainable)
             if trainable and frozen:
@@ -357,7 +339,7 @@ class Plan:
         """
         check_int("ranks", ranks)
         found: list[tuple[str, UnitMessages]] = []
-        for unit, entries in self.held():
+        for unit, entries in self._held:
             options = {
                 "mp_policy": mp_policy,
                 "comm_policy": comm_policy,
@@ -372,41 +354,38 @@ class Plan:
         return PlannedMessages(found, thresholds(ranks, comm_policy))
 
     def __str__(self) -> str:
-        rows = [("unit", "class", "parameters", "elements", "bytes", "options", "why")]
-        held = self.held()
-        at = 0
-        while at < len(held):
-            unit, entries = held[at]
-            facts = self._facts(unit, entries)
-            end = at
-            while len(unit.modules) == 1 and end + 1 < len(held) and self._facts(*held[end + 1]) == facts:
-                end += 1
-            count = end - at + 1
-            name = unit.name if count == 1 else span(unit.name, held[end][0].name)
-            times = "" if count == 1 else f"{count} x "
+        rows: list[tuple[str, ...]] = [("unit", "class", "parameters", "elements", "bytes", "options", "why")]
+        for (facts, _), equal_units in groupby(self._held, key=self._facts):
+            units = [unit for unit, _ in equal_units]
+            name = units[0].name if len(units) == 1 else span(units[0].name, units[-1].name)
             kind, number, numel, nbytes, options, why = facts
+            times = "" if len(units) == 1 else f"{len(units)} x "
             cells = [times + cell for cell in (kind, str(number), f"{numel:,}", bytes_text(nbytes))]
-            rows.append((name, cells[0], cells[1], cells[2], cells[3], options, why))
-            at = end + 1
+            rows.append((name, *cells, options, why))
         total = self.outline.parameters
-        most = max(sum(entry.nbytes for entry in entries) for _, entries in held)
+        most = max(sum(entry.nbytes for entry in entries) for _, entries in self._held)
         numel, nbytes = sum(entry.numel for entry in total), sum(entry.nbytes for entry in total)
         last = (
-            f"{len(held)} units hold {len(total)} parameters: {numel:,} elements, {bytes_text(nbytes)}; "
+            f"{len(self._held)} units hold {len(total)} parameters: {numel:,} elements, {bytes_text(nbytes)}; "
             f"the largest holds {bytes_text(most)}"
         )
-        sizes = [(unit.name, sum(entry.numel for entry in entries)) for unit, entries in held if unit.modules != ("",)]
+        sizes = [(unit.name, sum(entry.numel for entry in entries)) for unit, entries in self._held if unit.modules != ("",)]
         root = numel - sum(size for _, size in sizes)
         return "\n".join([*aligned(rows, right={2, 3, 4}), last, *remarks_on_sizes([("(model)", root), *sizes])])
 
     def __repr__(self) -> str:
-        return f"Plan of {len(self._units)} units: {', '.join(unit.name for unit in self._units)}"
+        return f"Plan of {len(self._held)} units: {', '.join(unit.name for unit in self.units)}"
 
-    def _facts(self, unit: PlannedUnit, entries: Sequence[PlanEntry]) -> tuple[str, int, int, int, str, str]:
+    def _facts(
+        self, held: tuple[PlannedUnit, list[PlanEntry]]
+    ) -> tuple[tuple[str, int, int, int, str, str], PlannedUnit | None]:
+        """Return the cells of a unit in the table; and the unit if it has a row of its own, because it has several modules."""
+        unit, entries = held
         kinds = Counter(self.outline.kinds[name] for name in unit.modules)
         kind = ", ".join(f"{count} {kind}" if count > 1 else kind for kind, count in kinds.items())
         options = ", ".join(f"{key}={_short(value)}" for key, value in unit.options.items())
-        return kind, len(entries), sum(e.numel for e in entries), sum(e.nbytes for e in entries), options, unit.why
+        numel, nbytes = sum(entry.numel for entry in entries), sum(entry.nbytes for entry in entries)
+        return (kind, len(entries), numel, nbytes, options, unit.why), unit if len(unit.modules) > 1 else None
 
     # --- the units of each parameter ---
 
@@ -457,13 +436,23 @@ class Plan:
                     )
         place = {name: i for i, name in enumerate(self.outline.kinds)}
         ordered = [replace(unit, modules=tuple(sorted(unit.modules, key=place.__getitem__))) for unit in merged]
-        self._units = sorted(ordered, key=lambda unit: max(place[name] for name in unit.modules))
+        found: dict[PlannedUnit, list[PlanEntry]] = {
+            unit: [] for unit in sorted(ordered, key=lambda unit: max(place[name] for name in unit.modules))
+        }
+        for index, (owner,) in sorted(self._owners([*found]).items()):
+            found[owner].append(self.outline.parameters[index])
+        self._held = [*found.items()]
+
+    def _without(self, modules: frozenset[str]) -> list[PlannedUnit]:
+        """Return the units without these modules. Units of no other modules are left out."""
+        left = [unit for unit in self.units if not modules.issuperset(unit.modules)]
+        return [replace(unit, modules=tuple(name for name in unit.modules if name not in modules)) for unit in left]
 
     def _resolve_name(self, name: str) -> str:
         """Return the first name of a module. Raises ValueError if the module cannot be a unit."""
-        name = self.outline.aliases.get(name, name)
-        if name not in self.outline.kinds:
+        if name not in self.outline.first_names:
             raise ValueError(f"The model has no module '{name}'. Use a name of its named_modules().")
+        name = self.outline.first_names[name]
         if name in self.outline.uncallable:
             inside = ", ".join(f"'{child}'" for child in self.outline.children[name][:3])
             raise ValueError(
@@ -473,12 +462,11 @@ class Plan:
         return name
 
     def _unit_of(self, module: str) -> PlannedUnit:
-        module = self.outline.aliases.get(module, module)
-        for unit in self._units:
-            if module in unit.modules:
+        for unit in self.units:
+            if self.outline.first_names.get(module) in unit.modules:
                 return unit
         raise ValueError(
-            f"Module '{module}' is in no planned unit. The units are {', '.join(unit.name for unit in self._units)}."
+            f"Module '{module}' is in no planned unit. The units are {', '.join(unit.name for unit in self.units)}."
         )
 
 

@@ -52,7 +52,7 @@ class ModuleWrapPolicy(Policy):
     """
 
     def __init__(self, module_classes: Classes | type[nn.Module]) -> None:
-        self._classes = _classes(module_classes, "ModuleWrapPolicy")
+        self._classes = checked_classes(module_classes, "ModuleWrapPolicy")
 
     def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
         """Choose the modules of the given classes.
@@ -64,7 +64,8 @@ class ModuleWrapPolicy(Policy):
         Returns:
             The modules, with empty options.
         """
-        return {module: {} for module in _modules_except(ignored_modules, model) if isinstance(module, self._classes)}
+        ignored = set(ignored_modules)
+        return {module: {} for module in model.modules() if isinstance(module, self._classes) and module not in ignored}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         """Decide as a policy function, so that `or_policy` accepts the policy.
@@ -291,12 +292,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> Any:
     return wrapper(module, **{**arguments, **wrap_overrides})
 
 
-def _modules_except(ignored: Collection[nn.Module], model: nn.Module) -> list[nn.Module]:
-    ignored = set(ignored)
-    return [module for module in model.modules() if module not in ignored]
-
-
-def _classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:
+def checked_classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:
     """Return one class or several as a tuple. Raises ValueError, which names `what`, for a value that is not a class."""
     listed = [classes] if isinstance(classes, type) or not isinstance(classes, Iterable) else list(classes)
     for cls in listed:

@@ -19,7 +19,7 @@ from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.policies import MixedPrecisionPolicy, resolve_mp
 from fullshard.wrap.auto_policy import AutoPolicy
 from fullshard.wrap.plan import Mixture, ModelSummary, Plan, PlannedUnit
-from fullshard.wrap.policies import Classes, Policy, _classes
+from fullshard.wrap.policies import Classes, Policy, checked_classes
 
 FULL_PRECISION = (_torch.BATCH_NORM,)
 """Classes of modules that `mp_policy.param_dtype` does not apply to, by default."""
@@ -66,51 +66,73 @@ def plan_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"Expected a model as nn.Module, got {type(model).__name__}.")
     check_policy(policy)
-    skipped = _with_submodules(ignored_modules)
-    _check_unsharded(model, skipped)
-    ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
+    skipped, ignored = _left_out(ignored_modules, ignored_params)
+    inside = [name for name, module in children_first(model) if unit_of(module) is not None and module not in skipped]
+    if inside:
+        names = [clean_name(name) or "(model)" for name in inside]
+        raise ValueError(
+            f"Modules {names[:5]}{' and more' if len(names) > 5 else ''} are units already. A plan needs a model without "
+            "units. Call fully_shard() yourself on the other modules, or undo(model) first."
+        )
     outline = ModelSummary.of(model, ignored=ignored)
     if isinstance(policy, Plan):
         plan = Plan(outline, policy.units)
-        _check_ignored(plan, model, skipped)
+        for name in (name for unit in plan.units for name in unit.modules):
+            if model.get_submodule(name) in skipped:
+                raise ValueError(f"The plan makes a unit of '{name}', which is in ignored_modules. Call plan.drop('{name}').")
         return plan
     if policy == "auto" or isinstance(policy, AutoPolicy):
         chosen = AutoPolicy() if isinstance(policy, str) else policy
-        units = chosen.units(model, ignored_modules=skipped, ignored=ignored)
-        return Plan(outline, units or [PlannedUnit(("",), "no repeated blocks were found: choose units yourself")])
+        planned = chosen.units(model, ignored_modules=skipped, ignored=ignored)
+        return Plan(outline, planned or [PlannedUnit(("",), "no repeated blocks were found: choose units yourself")])
     found = _chosen(model, policy, skipped, ignored)
-    never = {id(i) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for i in m.modules() if i is not m}
-    units = []
-    for name, module in children_first(model):
-        if module not in found or id(module) in never:  # attention reads its children's parameters without calling them
+    # Attention reads its children's parameters without calling them.
+    never = {i for m in model.modules() if isinstance(m, nn.MultiheadAttention) for i in m.modules() if i is not m}
+    modules = {name: module for name, module in children_first(model) if module in found}
+    planned = []
+    for name, module in modules.items():
+        if module in never:
             continue
         if name in outline.uncallable:
-            _check_list(name, module, found, ignored)
-        elif name == "":
-            units.append(PlannedUnit((name,), "what is left", found[module]))
-        elif any(outline.own[inner] for inner in outline.below([name])) or found[module]:
-            units.append(PlannedUnit((name,), "chosen by the policy", found[module]))
-    return Plan(outline, units)
+            if any(outline.own[inner] for inner in outline.below([name], stop=frozenset(modules))):
+                raise ValueError(
+                    f"The policy chose '{name}' ({type(module).__name__}), which has no forward and would never be "
+                    "all-gathered. Choose the modules in it, or the module around it."
+                )
+        elif name == "" or found[module] or any(outline.own[inner] for inner in outline.below([name])):
+            planned.append(PlannedUnit((name,), "chosen by the policy" if name else "what is left", found[module]))
+    return Plan(outline, planned)
 
 
-def _with_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return `modules` and all their submodules."""
+def _left_out(
+    modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
+) -> tuple[dict[nn.Module, None], list[nn.Parameter]]:
+    """Return `modules` and all their submodules, and `parameters` and those of these modules."""
     listed = list(modules)
     for module in listed:
         if not isinstance(module, nn.Module):
             raise ValueError(f"ignored_modules expected modules, got {module!r}. Pass model.get_submodule(name).")
-    return [inner for module in listed for inner in module.modules()]
+    skipped = dict.fromkeys(inner for module in listed for inner in module.modules())
+    return skipped, [*parameters, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
 
 
 def _chosen(
-    model: nn.Module, policy: Any, skipped: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
+    model: nn.Module, policy: Any, skipped: Collection[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> dict[nn.Module, dict[str, Any]]:
     if isinstance(policy, Policy):
         return policy.choose(model, skipped)
     if _torch.is_wrap_policy(policy):
         return _torch.run_wrap_policy(policy, model, set(skipped))
-    _check_function(policy, model)
-    asked = _chosen_by_function(model, policy, set(skipped), {id(parameter) for parameter in ignored})
+    try:
+        inspect.signature(policy).bind(module=model, recurse=True, nonwrapped_numel=0)
+    except TypeError as wrong:
+        raise ValueError(
+            f"Expected a policy function of module=, recurse= and nonwrapped_numel=, got a function that cannot be called with "
+            f"them ({wrong}). For a function of the module only, pass CustomPolicy(function)."
+        ) from None
+    except ValueError:  # inspect finds no signature, as for some builtins
+        pass
+    asked = _chosen_by_function(model, policy, skipped, {id(parameter) for parameter in ignored})
     return {module: {} for module in asked}
 
 
@@ -128,7 +150,7 @@ def check_policy(policy: Any, name: str = "policy") -> None:
 
 
 def _chosen_by_function(
-    model: nn.Module, policy: Callable[..., bool], skipped: set[nn.Module], ignored: set[int]
+    model: nn.Module, policy: Callable[..., bool], skipped: Collection[nn.Module], ignored: set[int]
 ) -> list[nn.Module]:
     """Return the modules below `model` that a policy function chooses, children first. A shared module is visited once."""
     chosen: list[nn.Module] = []
@@ -151,44 +173,6 @@ def _chosen_by_function(
 
     visit(model)
     return chosen
-
-
-def _check_function(policy: Callable[..., bool], model: nn.Module) -> None:
-    try:
-        inspect.signature(policy).bind(module=model, recurse=True, nonwrapped_numel=0)
-    except TypeError as wrong:
-        raise ValueError(
-            f"Expected a policy function of module=, recurse= and nonwrapped_numel=, got a function that cannot be called with "
-            f"them ({wrong}). For a function of the module only, pass CustomPolicy(function)."
-        ) from None
-    except ValueError:  # inspect finds no signature, as for some builtins
-        return
-
-
-def _check_unsharded(model: nn.Module, skipped: Sequence[nn.Module]) -> None:
-    left_out = set(map(id, skipped))
-    units = [name for name, module in children_first(model) if unit_of(module) is not None and id(module) not in left_out]
-    found = [clean_name(name) or "(model)" for name in units]
-    if found:
-        raise ValueError(
-            f"Modules {found[:5]}{' and more' if len(found) > 5 else ''} are units already. A plan needs a model without "
-            "units. Call fully_shard() yourself on the other modules, or undo(model) first."
-        )
-
-
-def _check_list(name: str, module: nn.Module, found: Collection[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError if a chosen list of modules, which cannot be a unit, has parameters that are in no chosen module."""
-    left_out = {id(parameter) for parameter in ignored}
-
-    def has_own(inner: nn.Module) -> bool:
-        own = any(id(parameter) not in left_out for parameter in inner.parameters(recurse=False))
-        return own or any(has_own(child) for child in inner.children() if child not in found)
-
-    if has_own(module):
-        raise ValueError(
-            f"The policy chose '{name}' ({type(module).__name__}), which has no forward and would never be all-gathered. "
-            "Choose the modules in it, or the module around it."
-        )
 
 
 def shard_model(
@@ -229,10 +213,8 @@ def shard_model(
         >>> print(plan)                                                                       # doctest: +SKIP
         >>> plan = plan_model(model); plan.drop("lm_head"); shard_model(model, mesh, plan)    # doctest: +SKIP
     """
-    ignored_modules = list(ignored_modules)
-    skipped = _with_submodules(ignored_modules)
-    ignored = [*ignored_params, *(parameter for module in skipped for parameter in module.parameters(recurse=False))]
-    plan = plan_model(model, policy, ignored_modules=ignored_modules, ignored_params=ignored)
+    skipped, ignored = _left_out(ignored_modules, ignored_params)
+    plan = plan_model(model, policy, ignored_modules=skipped, ignored_params=ignored)
     check_options([options, *(unit.options for unit in plan.units)])
     warn_about_mixtures(plan.mixtures(), strict=strict)
     mp_policy = options.get("mp_policy", MixedPrecisionPolicy())
@@ -259,14 +241,6 @@ def shard_model(
     for one in prepared:
         one.apply_prepared()
     return plan
-
-
-def _check_ignored(plan: Plan, model: nn.Module, skipped: Sequence[nn.Module]) -> None:
-    left_out = set(map(id, skipped))
-    for unit in plan.units:
-        for name in unit.modules:
-            if id(model.get_submodule(name)) in left_out:
-                raise ValueError(f"The plan makes a unit of '{name}', which is in ignored_modules. Call plan.drop('{name}').")
 
 
 def check_options(every: Iterable[Any]) -> None:
@@ -303,7 +277,7 @@ def add_full_precision_units(
     model: nn.Module,
     mp_policy: MixedPrecisionPolicy,
     full_precision: Classes | type[nn.Module],
-    skipped: Sequence[nn.Module] = (),
+    skipped: Collection[nn.Module] = (),
 ) -> list[str]:
     """Add units for modules that compute in the dtype of their own parameters: one per unit and dtype.
 
@@ -317,8 +291,7 @@ def add_full_precision_units(
     Returns:
         Names of the classes of the modules in added units.
     """
-    classes = _classes(full_precision, "full_precision")
-    left_out = set(map(id, skipped))
+    classes = checked_classes(full_precision, "full_precision")
     class_names: dict[str, None] = {}
     for unit in plan.units:
         mp = resolve_mp(unit.options.get("mp_policy", mp_policy))
@@ -328,7 +301,7 @@ def add_full_precision_units(
         kept: dict[torch.dtype, list[str]] = {}
         for name in plan.outline.below(unit.modules, stop=stops):
             module = model.get_submodule(name)
-            if isinstance(module, classes) and id(module) not in left_out:
+            if isinstance(module, classes) and module not in skipped:
                 dtype = own_dtype(module)
                 if dtype != mp.param_dtype:
                     kept.setdefault(dtype, []).append(name)
