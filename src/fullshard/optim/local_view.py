@@ -6,7 +6,6 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import prod
-from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -20,15 +19,13 @@ from fullshard.errors import StateError, warn_once
 from fullshard.optim.copies import agreement_of_all, find_difference
 from fullshard.optim.empty_shards import placeholder
 from fullshard.optim.local_steps import is_element_wise
-from fullshard.optim.pieces import is_same
-from fullshard.optim.step_wrapper import BeforeStep, wrap_step
+from fullshard.optim.pieces import is_same, placement_error
+from fullshard.optim.step_wrapper import BeforeStep, view_of, wrap_step
 
 _TRIED = 1 << 24  # elements of the parameters that are tried in their whole shapes
 _ROUNDING = 1e-2  # relative difference of two steps of the same values by kernels that round otherwise
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-
-_VIEW = "_fullshard_local_view"  # attribute of an optimizer: its _LocalView
 
 _NOT_ELEMENT_WISE: dict[type[Optimizer], str] = {
     Muon: "It needs no view",
@@ -72,16 +69,14 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
             f"local_view takes a torch.optim.Optimizer, got {type(optimizer).__name__}. Build the optimizer with "
             "model.parameters() and pass it."
         )
-    if _VIEW in optimizer.__dict__ or is_element_wise(optimizer):
+    if view_of(optimizer) == "local_view" or is_element_wise(optimizer):
         return optimizer
     for cls, remedy in _NOT_ELEMENT_WISE.items():
         if isinstance(optimizer, cls) and inspect.unwrap(type(optimizer).step) is inspect.unwrap(cls.step):
             raise ValueError(
                 f"{type(optimizer).__name__} is not element-wise: each rank would compute with its own rows only. {remedy}."
             )
-    view = _LocalView()
-    wrap_step(optimizer, view.step, caller="local_view")
-    optimizer.__dict__[_VIEW] = view
+    wrap_step(optimizer, _LocalView().step, caller="local_view")
     optimizer.register_state_dict_pre_hook(_check_states)
     return optimizer
 
@@ -224,7 +219,7 @@ class _LocalView:
             state = inside.pop(plain, None)
             if state is None:
                 outside.pop(parameter.sharded, None)
-            elif entry_state is None or not _holds_same_objects(state, entry_state):
+            elif entry_state is None or not is_same([*state, *state.values()], [*entry_state, *entry_state.values()]):
                 # The step replaced or added values. All other values keep their DTensors, whose memory the step wrote in place.
                 outside_state, at_entry = outside.setdefault(parameter.sharded, {}), entry_state or {}
                 new_state = {
@@ -256,10 +251,6 @@ class _LocalView:
         self._plain_groups = [[plain_of.get(id(tensor), tensor) for tensor in listed] for listed in members]
 
 
-def _holds_same_objects(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(map(is_, one.values(), other.values()))
-
-
 @torch.no_grad()
 def _step_alone(
     optimizer: Optimizer, step: Callable[..., Any], plain: nn.Parameter, weight: Tensor, grad: Tensor | None
@@ -286,11 +277,6 @@ def _step_alone(
     return stand_in.detach()
 
 
-def is_viewed(optimizer: Optimizer) -> bool:
-    """Return True if `local_view` was called on the optimizer."""
-    return _VIEW in optimizer.__dict__
-
-
 def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
     """Return the local tensor of a DTensor, or a placeholder for an empty one. Return any other value unchanged.
 
@@ -298,11 +284,9 @@ def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    expected, spec = parameter.spec, _torch.spec_of(tensor)
-    if spec is not expected and (spec.mesh != expected.mesh or spec.placements != expected.placements):
+    if unlike := placement_error(_torch.spec_of(tensor), parameter):
         raise StateError(
-            f"The {what} of parameter '{parameter.name}' is a DTensor on {tensor.device_mesh} with {tensor.placements}, "
-            f"expected {expected.mesh} with {expected.placements}. redistribute() it, or use this optimizer without "
+            f"The {what} of parameter '{parameter.name}' is {unlike}. redistribute() it, or use this optimizer without "
             "fullshard.local_view()."
         )
     return _nonempty(_torch.local_tensor(tensor))

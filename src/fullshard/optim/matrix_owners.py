@@ -16,7 +16,7 @@ from fullshard.core import ShardedParameter, current_parameter, logical_paramete
 from fullshard.errors import check_bool, check_float_dtype
 from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, TensorParallelBlocks, copy_into
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
-from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, is_same, pieces_of
+from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, is_same, pieces_of, placement_error
 
 
 def by_mesh(pieces: Sequence[Piece]) -> list[list[int]]:
@@ -275,11 +275,11 @@ def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Ten
                 f"{type(tensor).__name__} of shape {tuple(tensor.shape)}."
             )
         return tensor
-    spec, expected = _torch.specs_of([tensor])[0], logical.spec
-    if spec is None or tensor.shape != parameter.shape or (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
-        where = "a plain tensor" if spec is None else f"on {spec.mesh} with {spec.placements}"
+    if tensor.shape != parameter.shape:
         raise ValueError(
-            f"Expected a tensor for parameter '{logical.name}' with its shape {tuple(parameter.shape)}, on {expected.mesh} "
-            f"with {expected.placements}, got shape {tuple(tensor.shape)}, {where}."
+            f"Expected a tensor of shape {tuple(parameter.shape)} for parameter '{logical.name}', got shape "
+            f"{tuple(tensor.shape)}."
         )
+    if unlike := placement_error(_torch.specs_of([tensor])[0], logical):
+        raise ValueError(f"The tensor for parameter '{logical.name}' is {unlike}. Pass one that is distributed like it.")
     return to_local(tensor)

@@ -15,7 +15,7 @@ from fullshard import _torch
 from fullshard.core import ShardedParameter, back_references
 from fullshard.errors import warn_once
 from fullshard.optim.matrix_owners import Exchanges
-from fullshard.optim.pieces import Piece, Splits, pieces_of
+from fullshard.optim.pieces import Piece, Splits, pieces_of, placement_error
 from fullshard.optim.step_wrapper import refuse_copies
 
 WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it change no bit of the result
@@ -71,8 +71,6 @@ class MuonStep:
 
     Source: Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); `torch.optim.Muon` (torch 2.13).
     """
-
-    __slots__ = ("_exchanges", "_members", "_new", "_optimizer", "_pieces", "_rest", "_splits")
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -166,11 +164,10 @@ class MuonStep:
             return None
         if parameter not in self._pieces:
             self._pieces[parameter] = self._pieces_of(parameter)
-        pieces, expected = self._pieces[parameter], parameter.spec
-        for spec in specs if pieces is not None else ():
-            if spec is not expected and (spec is None or spec.placements != expected.placements or spec.mesh != expected.mesh):
-                self._warn_of_dtensor(f"Gradient or momentum of parameter '{parameter.name}' is distributed otherwise.")
-                return None
+        pieces = self._pieces[parameter]
+        if pieces is not None and any(placement_error(spec, parameter) for spec in specs):
+            self._warn_of_dtensor(f"Gradient or momentum of parameter '{parameter.name}' is distributed otherwise.")
+            return None
         return pieces
 
     def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:

@@ -32,10 +32,9 @@ from fullshard.core import (
 from fullshard.errors import StateError, some_of, warn_once
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
-from fullshard.optim.local_view import is_viewed
 from fullshard.optim.muon import MuonStep, is_muon, splits_of
 from fullshard.optim.pieces import is_same
-from fullshard.optim.whole_view import has_whole_view
+from fullshard.optim.step_wrapper import view_of
 from fullshard.policies import LintWarning
 
 _CACHE = "_fullshard_optimizer_cache"  # attribute of an optimizer: its _OptimizerCache
@@ -74,7 +73,7 @@ def rebind(optimizer: torch.optim.Optimizer) -> int:
     states: dict[Tensor, Any] = {}
     for parameter, now in replaced.items():
         held = optimizer.state.get(parameter)
-        if held and has_whole_view(optimizer):  # whole, on the owner
+        if held and view_of(optimizer) == "whole_view":  # whole, on the owner
             states[now] = held
         elif held:
             states[now] = {key: _state_like(value, parameter, now) for key, value in held.items()}
@@ -109,9 +108,7 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
 
 def shard_loaded_states(optimizer: torch.optim.Optimizer) -> None:
     """Shard loaded states as their parameters are sharded. Those of an unsharded optimizer are plain tensors."""
-    if has_whole_view(optimizer) or is_viewed(optimizer):  # their states are plain tensors
-        return
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if view_of(optimizer) is None else ():  # states under a view are plain tensors
         for parameter in logical_parameters(group["params"]):
             state = optimizer.state.get(parameter.sharded, {})
             for key, value in state.items():
@@ -226,10 +223,11 @@ def _before_load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
     """Follow fully_shard(), and finish a step that raised: momentum buffers of SGD are under local tensors."""
     _leave_order(optimizer)
+    has_states = view_of(optimizer) != "whole_view"
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         now = replacement_of(parameter)
         logical = None if now is None else next(iter(logical_parameters([now])), None)
-        for value in optimizer.state.get(parameter, {}).values() if now is not None and not has_whole_view(optimizer) else ():
+        for value in optimizer.state.get(parameter, {}).values() if now is not None and has_states else ():
             if isinstance(value, DTensor) and not (logical is not None and logical.sharding.has_rows_of(value)):
                 raise StateError(
                     f"{type(optimizer).__name__} has states of a parameter of shape {tuple(value.shape)} as it was sharded "
@@ -267,7 +265,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         _check_whole_matrices(optimizer, sharded)
         use_plain_dtensor([parameter.sharded for parameter in sharded])
-        if cache.order is not None and not is_viewed(optimizer) and not has_whole_view(optimizer):
+        if cache.order is not None and view_of(optimizer) is None:
             cache.order.enter(optimizer, has_closure=has_closure)
     splits = splits_of(optimizer)
     if splits is not None:
@@ -283,7 +281,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _check_whole_matrices(optimizer: torch.optim.Optimizer, sharded: Sequence[ShardedParameter]) -> None:
     """Raise for a step of torch's Adafactor on shards: DTensor cannot compute its norms of rows and columns in place."""
-    is_adafactor = isinstance(optimizer, torch.optim.Adafactor) and not (has_whole_view(optimizer) or is_viewed(optimizer))
+    is_adafactor = isinstance(optimizer, torch.optim.Adafactor) and view_of(optimizer) is None
     matrix = next((one for one in sharded if one.sharded.ndim > 1), None) if is_adafactor else None
     if matrix is not None and inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adafactor.step):
         raise StateError(

@@ -254,6 +254,15 @@ class Splits:
         return next((pieces for key, pieces in self._pieces if current_parameter(key) is tensor), None)
 
 
+def placement_error(spec: Any, parameter: ShardedParameter) -> str:
+    """Return what a tensor of this DTensor spec, None for a plain one, is unlike the parameter; empty if placed like it."""
+    expected = parameter.spec
+    if spec is expected or (spec is not None and (spec.mesh, spec.placements) == (expected.mesh, expected.placements)):
+        return ""
+    got = "a plain tensor" if spec is None else f"a DTensor on {spec.mesh} with {spec.placements}"
+    return f"{got}, expected one on {expected.mesh} with {expected.placements}"
+
+
 def is_same(one: Sequence[object], other: Sequence[object]) -> bool:
     """Return True if two sequences have the same objects in the same order."""
     return len(one) == len(other) and all(map(is_, one, other))

@@ -13,6 +13,13 @@ from torch.optim import Optimizer
 
 from fullshard.errors import StateError
 
+_VIEW = "_fullshard_view"  # attribute of an optimizer: the name of the function that wrapped its step
+
+
+def view_of(optimizer: Optimizer) -> str | None:
+    """Return the name of the function that wrapped the step of an optimizer; None for one without a view."""
+    return optimizer.__dict__.get(_VIEW)
+
 
 def wrap_step(optimizer: Optimizer, around: Callable[..., Any], *, caller: str) -> None:
     """Let `optimizer.step(...)` call `around(optimizer, step, ...)`, where `step(...)` is that of the optimizer's class.
@@ -35,6 +42,7 @@ def wrap_step(optimizer: Optimizer, around: Callable[..., Any], *, caller: str) 
 
     # torch's wrapper, which runs the hooks; and a bound method, which schedulers expect.
     optimizer.step = MethodType(Optimizer.profile_hook_step(wrapped), optimizer)  # type: ignore[method-assign]
+    optimizer.__dict__[_VIEW] = caller
 
 
 def refuse_copies(optimizer: Optimizer, what: str) -> None:
@@ -50,6 +58,9 @@ def refuse_copies(optimizer: Optimizer, what: str) -> None:
     optimizer.__reduce_ex__ = refuse  # type: ignore[assignment, method-assign]
 
 
+_PLAIN = bool, int, float, str, type(None)
+
+
 class BeforeStep:
     """What an optimizer had before a step: states, options, plain values and their containers, tensors, unsharded weights."""
 
@@ -60,12 +71,10 @@ class BeforeStep:
         ]
         self._attributes = set(vars(optimizer))
         self._values = plain_attributes(optimizer)
-        self._containers: list[tuple[Any, Any]] = [
-            (value, copy.deepcopy(value))
-            for key, value in vars(optimizer).items()
-            if key not in ("state", "param_groups") and isinstance(value, (dict, list, set)) and _is_plain(value)
-        ]
-        tensors = [value for value in vars(optimizer).values() if isinstance(value, Tensor)]
+        others = [value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")]
+        containers = (value for value in others if isinstance(value, (dict, list, set)) and _is_plain(value))
+        self._containers: list[tuple[Any, Any]] = [(value, copy.deepcopy(value)) for value in containers]
+        tensors = [value for value in others if isinstance(value, Tensor)]
         self._tensors = [(one, one.detach().clone()) for one in (*plain, *tensors)]
 
     def restore(self) -> dict[Any, Any]:
@@ -92,7 +101,7 @@ class BeforeStep:
 
 def plain_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the plain values among the optimizer's attributes, such as counters."""
-    return {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str, type(None)))}
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -101,4 +110,4 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(key) and _is_plain(held) for key, held in value.items())
     if isinstance(value, (list, set, tuple)):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(value, _PLAIN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -13,27 +13,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, current_parameter, logical_parameters, to_local
-from fullshard.errors import StateError, check_bool, warn_once
+from fullshard.errors import StateError, check_bool, some_of, warn_once
 from fullshard.optim.local_steps import is_element_wise
-from fullshard.optim.local_view import is_viewed
 from fullshard.optim.matrix_owners import CachedExchange
 from fullshard.optim.muon import is_muon, set_splits
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost
-from fullshard.optim.pieces import Piece, Split, Splits, is_same, pieces_of
-from fullshard.optim.step_wrapper import BeforeStep, plain_attributes, refuse_copies, wrap_step
+from fullshard.optim.pieces import Piece, Split, Splits, is_same, pieces_of, placement_error
+from fullshard.optim.step_wrapper import BeforeStep, plain_attributes, refuse_copies, view_of, wrap_step
 
 # Tolerance for the step of one parameter alone, relative to its norm: kernels over several tensors may round otherwise.
 _TOLERANCE = 1e-2
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-
-_VIEW = "_fullshard_whole_view"  # attribute of an optimizer: its _WholeView
 
 
 def whole_view(
@@ -99,9 +95,8 @@ def whole_view(
         return optimizer
     if is_element_wise(optimizer):
         raise ValueError(f"{name} is element-wise: it steps shards, faster, and needs no whole_view.")
-    for has_view, view in ((is_viewed, "local_view"), (has_whole_view, "whole_view")):
-        if has_view(optimizer):
-            raise ValueError(f"This {name} has a {view} already. Call one of both, once.")
+    if view := view_of(optimizer):
+        raise ValueError(f"This {name} has a {view} already. Call one of both, once.")
     known = set(map(id, members))
     for key, value in vars(optimizer).items():
         if isinstance(value, (list, tuple)) and any(id(one) in known for one in value):
@@ -111,18 +106,12 @@ def whole_view(
             )
     if any(optimizer.state.values()):
         raise ValueError(f"This {name} has states already. Call whole_view before the first step, and load states after it.")
-    view_of = _WholeView(optimizer, splits, cost, restorable)
-    wrap_step(optimizer, view_of.step, caller="whole_view")
-    optimizer.__dict__[_VIEW] = view_of
+    whole = _WholeView(optimizer, splits, cost, restorable)
+    wrap_step(optimizer, whole.step, caller="whole_view")
     refuse_copies(optimizer, "a whole_view")
-    optimizer.register_load_state_dict_post_hook(lambda _: view_of.note_loaded())
+    optimizer.register_load_state_dict_post_hook(lambda _: whole.note_loaded())
     optimizer.register_state_dict_pre_hook(_refuse_full_state_dict)
     return optimizer
-
-
-def has_whole_view(optimizer: Optimizer) -> bool:
-    """Return True if the optimizer's step runs on whole parameters."""
-    return _VIEW in optimizer.__dict__
 
 
 def _refuse_full_state_dict(optimizer: Optimizer) -> None:
@@ -193,11 +182,19 @@ class _WholeView:
             with torch.enable_grad():
                 loss = closure()
 
-            def with_loss() -> Any:
-                once = _once(loss, type(optimizer).__name__)
+            def run() -> Any:
+                results = [loss]
+
+                def once() -> Any:
+                    if not results:
+                        raise StateError(
+                            f"{type(optimizer).__name__} calls its closure several times in a step, which whole_view() does "
+                            "not support."
+                        )
+                    return results.pop()
+
                 return step(once, *args[1:], **kwargs) if args else step(**{**kwargs, "closure": once})
 
-            run = with_loss
         if self._broken:
             raise StateError(f"{self._doing} {self._broken}")
         self._list_pieces(optimizer)
@@ -284,8 +281,13 @@ class _WholeView:
                     "on all ranks, and add all parameter groups before the first step."
                 )
             if self._is_loaded and found[0].any():
-                lacking = (found[0] == 0).nonzero().flatten().tolist()
-                self._warn_of_missing_states([pieces[index].name for index in lacking if pieces[index].parameter.requires_grad])
+                lacking = [pieces[index] for index in (found[0] == 0).nonzero().flatten().tolist()]
+                if names := [piece.name for piece in lacking if piece.parameter.requires_grad]:
+                    warn_once(
+                        f"{self._doing}: the loaded state dict has no states of {some_of(names)}, which begin anew. The state "
+                        "dict of one rank has only the states of the parameters that this rank owns. Save and load by "
+                        "torch.distributed.checkpoint."
+                    )
             numbers: dict[ShardedParameter, set[int | None]] = {piece.parameter: set() for piece in pieces}
             for index in owned:
                 numbers[pieces[index].parameter].add(pieces[index].number)
@@ -295,15 +297,6 @@ class _WholeView:
                 _keep_states(optimizer.state, parameter, numbers_of_parameter)
             mesh.is_checked = True
         self._is_loaded = False
-
-    def _warn_of_missing_states(self, names: Sequence[str]) -> None:
-        if names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            warn_once(
-                f"{self._doing}: the loaded state dict has no states of {', '.join(map(repr, names[:4]))}{more}, which begin "
-                "anew. The state dict of one rank has only the states of the parameters that this rank owns. Save and "
-                "load by torch.distributed.checkpoint."
-            )
 
     # --- the step of the owners ---
 
@@ -339,19 +332,22 @@ class _WholeView:
                     optimizer.state.setdefault(piece.parameter.sharded, {})
         return result
 
-    def _step_alone(self, optimizer: Optimizer, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]) -> _Alone:
-        """Step one parameter of this rank without the other sharded ones, undo that, and return what it did."""
+    def _step_alone(
+        self, optimizer: Optimizer, owned: list[tuple[Piece, Tensor, Tensor]], step: Callable[[], Any]
+    ) -> tuple[Piece, Tensor, Tensor]:
+        """Step one parameter of this rank without the other sharded ones, undo that, and return it, its weight and change."""
         places = {id(member): place for place, member in enumerate(m for listed in self._members for m in listed)}
         # The first one, and below with the same state of the generators, so that it draws the same random numbers as with the
         # others.
         piece, weight, grad = min(owned, key=lambda one: places[id(one[0].parameter.sharded)])
         before = weight.clone()
-        with torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []), suppress(_Undone):
-            with self._inside(optimizer, [(piece, weight.clone(), grad.clone())], is_trial=True):
-                step()
-                change = self._plain[id(piece)].detach() - before
-                raise _Undone
-        return _Alone(piece, before, change)
+        with (
+            torch.random.fork_rng([weight.device] if weight.device.type == "cuda" else []),
+            self._inside(optimizer, [(piece, weight.clone(), grad.clone())], is_trial=True),
+        ):
+            step()
+            change = self._plain[id(piece)].detach() - before
+        return piece, before, change
 
     @contextmanager
     def _inside(
@@ -359,7 +355,7 @@ class _WholeView:
     ) -> Iterator[None]:
         """A block in which the optimizer has the whole parameters of this rank in the place of the sharded ones.
 
-        If the block raises, `BeforeStep` restores what was before, if the optimizer is restorable or this is a trial.
+        If the block raises and the optimizer is restorable, and always after a trial, `BeforeStep` restores what was before.
         """
         outside, groups = optimizer.state, optimizer.param_groups
         sharded = {id(parameter.sharded) for parameter in self._logical}
@@ -385,13 +381,13 @@ class _WholeView:
             if listed is not None:
                 group["param_names"] = [name for _, name in chosen]
         optimizer.state = inside
+        is_kept = False
         try:
             yield
-        except BaseException:
-            if before is not None:
-                inside = before.restore()
-            raise
+            is_kept = not is_trial
         finally:
+            if before is not None and not is_kept:
+                inside = before.restore()
             optimizer.state = outside
             for piece, _, _ in owned:
                 if state := inside.pop(self._plain[id(piece)], None):
@@ -405,11 +401,19 @@ class _WholeView:
                 plain.grad, plain.data = None, plain.data.new_empty(0)
 
     def _confirm(
-        self, optimizer: Optimizer, exchanges: Sequence[OwnerExchange], before: dict[Any, Any], alone: _Alone | None
+        self,
+        optimizer: Optimizer,
+        exchanges: Sequence[OwnerExchange],
+        before: dict[Any, Any],
+        alone: tuple[Piece, Tensor, Tensor] | None,
     ) -> None:
         """Wait until all ranks have stepped. Raise StateError on all of them if the optimizer combines parameters."""
         changed = repr([(k, value) for k, value in _plain_values(optimizer).items() if k not in before or before[k] != value])
-        combines = alone is not None and not alone.agrees(self._plain)
+        combines = False
+        if alone is not None:
+            piece, weight, change = alone
+            change_with_others = self._plain[id(piece)].detach() - weight
+            combines = bool((change - change_with_others).norm() > _TOLERANCE * change_with_others.norm())  # False for NaN
         if combines:
             changed += f" and rank {dist.get_rank()}"  # equal on no other rank, so that all of them raise
         confirmed = [exchange.confirm(changed.encode()) for exchange in exchanges]
@@ -420,24 +424,6 @@ class _WholeView:
                 "whole_view() is for optimizers that compute each parameter alone. Turn off what combines them, as clipping by "
                 "the norm of all gradients, and do it before the step."
             )
-
-
-class _Undone(Exception):
-    """Ends the block of a step that is undone."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Alone:
-    """The step of one parameter without the other sharded ones."""
-
-    piece: Piece
-    before: Tensor  # the weight
-    change: Tensor  # of the weight
-
-    def agrees(self, plain: dict[int, nn.Parameter]) -> bool:
-        """Return True if the parameter changed as much in the step with all others."""
-        change = plain[id(self.piece)].detach() - self.before
-        return not (self.change - change).norm() > _TOLERANCE * change.norm()  # True also for NaN
 
 
 # --- messages ---
@@ -460,18 +446,15 @@ def _arrived(exchange: OwnerExchange, pieces: list[Piece]) -> dict[int, tuple[Te
 
 def _gradient(parameter: ShardedParameter) -> Tensor:
     """Return the local gradient. Raises StateError if it is distributed otherwise than the parameter."""
-    grad, expected = parameter.sharded.grad, parameter.spec
-    if grad is not None and grad.dtype != parameter.local.dtype:
+    grad = parameter.sharded.grad
+    assert grad is not None  # `_step_owned` chose the parameters that have one
+    if grad.dtype != parameter.local.dtype:
         raise StateError(
             f"Expected the gradient of parameter '{parameter.name}' in its dtype {parameter.local.dtype}, got {grad.dtype}, "
             "which whole_view() does not support."
         )
-    spec = _torch.spec_of(grad) if isinstance(grad, DTensor) else None
-    if grad is None or spec is None or (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
-        raise StateError(
-            f"Expected the gradient of parameter '{parameter.name}' on {expected.mesh} with {expected.placements}, got "
-            f"{'a plain tensor' if spec is None else f'one on {spec.mesh} with {spec.placements}'}. redistribute() it first."
-        )
+    if unlike := placement_error(_torch.specs_of([grad])[0], parameter):
+        raise StateError(f"The gradient of parameter '{parameter.name}' is {unlike}. redistribute() it first.")
     return to_local(grad)
 
 
@@ -507,7 +490,7 @@ def _is_of_another_split(states: Any, piece: Piece) -> bool:
     return bool(numbered if piece.number is None else state.keys() - {str(number) for number in range(piece.count)})
 
 
-# --- options, and the closure ---
+# --- options ---
 
 
 def _plain_values(optimizer: Optimizer) -> dict[Any, Any]:
@@ -517,15 +500,3 @@ def _plain_values(optimizer: Optimizer) -> dict[Any, Any]:
         plain = (key for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple)))
         found.update(((index, key), group[key]) for key in sorted(plain))
     return found
-
-
-def _once(loss: Any, name: str) -> Callable[[], Any]:
-    """Return a closure with a known result, which may be called once."""
-    results = [loss]
-
-    def closure() -> Any:
-        if not results:
-            raise StateError(f"{name} calls its closure several times in a step, which whole_view() does not support.")
-        return results.pop()
-
-    return closure
