@@ -117,6 +117,7 @@ from fullshard.core.units import (
     recovered,
     require_unit,
     unit_of,
+    units_below,
     units_of,
 )
 from fullshard.core.unsharded_buffer import PlannedAllGather, Storage, tensor_on_storage

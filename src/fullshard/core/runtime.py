@@ -39,7 +39,7 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.units import name_units_in, unit_of
+from fullshard.core.units import name_units_in, units_below
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
 
@@ -501,8 +501,8 @@ class Recovery:
     def _units_of_step(self) -> list[Unit]:
         """Return the units that the backward reached or would have reached, and the units below those."""
         reached = [*self._runtime.backward.units.values(), *self._broken_units()]
-        below = [unit_of(inner) for unit in reached for root in unit.modules for inner in root.modules()]
-        return [unit for unit in dict.fromkeys([*reached, *below]) if unit is not None and unit.runtime is self._runtime]
+        below = units_below(root for unit in reached for root in unit.modules)
+        return [unit for unit in dict.fromkeys([*reached, *below]) if unit.runtime is self._runtime]
 
 
 def make_unit(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -58,9 +58,13 @@ def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
     if not recurse:
         return [require_unit(module)]
     check_module(module)
+    return [recovered(unit) for unit in units_below([module])]
+
+
+def units_below(roots: Iterable[nn.Module]) -> list[Unit]:
+    """Return the units at and below these modules, each once."""
     # By identity: a number is unique in one runtime only.
-    units = dict.fromkeys(unit for inner in module.modules() if (unit := unit_of(inner)) is not None)
-    return [recovered(unit) for unit in units]
+    return list(dict.fromkeys(unit for root in roots for inner in root.modules() if (unit := unit_of(inner)) is not None))
 
 
 def own_modules(root: nn.Module) -> Iterator[nn.Module]:

@@ -28,7 +28,7 @@ from fullshard.core import (
     install_hooks,
     make_unit,
     remove_hooks_from_copies,
-    unit_of,
+    units_below,
 )
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
@@ -115,10 +115,10 @@ def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedS
         StateError: inside a forward or backward of a unit, or if a unit also has modules outside of `root`.
     """
     pickles, memo = memo is None, {} if memo is None else memo
-    modules = list(root.modules())
-    inside = {id(module) for module in modules}
-    units = list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
-    units = [unit for unit in units if not any(id(module) in memo for module in unit.modules)]  # else already copied
+    inside = {id(module) for module in root.modules()}
+    units = [
+        unit for unit in units_below([root]) if not any(id(module) in memo for module in unit.modules)
+    ]  # else copied already
     for unit in units:
         unit.ensure_sharded(doing="copying or pickling")
         unit.refresh()
