@@ -215,7 +215,8 @@ def test_every_name_of_torchs_state_objects_is_shown_or_refused_and_none_can_be_
                 getattr(ours, name)
         for name in names:
             with pytest.raises(
-                fullshard.StateError, match=f"'{name}' cannot be set on the View of FSDP.*: it is a view of FSDP2's private state"
+                fullshard.StateError,
+                match=f"'{name}' cannot be set on the View of FSDP.*: it is a view of FSDP2's private state",
             ):
                 setattr(ours, name, None)
 

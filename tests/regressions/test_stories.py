@@ -1455,9 +1455,9 @@ def test_a_move_that_raises_keeps_all_gradients(world: World) -> None:
 def test_votes_of_slices_of_a_mesh_are_one(world: World) -> None:
     """Each slice is a new object, and got a collective log and an entry of the watchdog for good."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-    axes_of = importlib.import_module("fullshard.ext.any_failed")._axes_of
+    axis_of = importlib.import_module("fullshard.ext.any_failed")._axis_of
     assert not fullshard.any_failed(mesh["dp"])
-    assert axes_of(mesh["dp"]) is axes_of(mesh["dp"]) is not axes_of(mesh["tp"])
+    assert axis_of(mesh["dp"], 0) is axis_of(mesh["dp"], 0) is not axis_of(mesh["tp"], 0)
 
 
 @ranks(1)

@@ -97,10 +97,8 @@ class Agreement(Ranks):
         self._ranks = ranks
         self.groups: dict[dist.ProcessGroup, ShardAxis] = {}
         for axis in axes:
-            if axis.replicas is not None and axis.replicas.ranks > 1:
-                self.groups.setdefault(axis.replicas.group, axis)
-            if axis.group is not None and axis.ranks > 1:
-                self.groups.setdefault(axis.group, axis)
+            for group in axis.groups:
+                self.groups.setdefault(group, axis)
         self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
         self._last: LoggedCall | None = None
 

@@ -113,6 +113,12 @@ class ShardAxis:
         return tuple(self.mesh.mesh.flatten().tolist())
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of several ranks, replicas first."""
+        both = (self.replicas.group, self.replicas.ranks) if self.replicas else (None, 1), (self.group, self.ranks)
+        return [group for group, ranks in both if group is not None and ranks > 1]
+
+    @property
     def replica_count(self) -> int:
         """Number of ranks with a copy of each shard."""
         return 1 if self.replicas is None else self.replicas.ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,42 +14,25 @@ from fullshard.policies import CommPolicy
 
 _CALL = Fingerprint(UnitName(""), "any_failed()", "any_failed()")
 
-# By the process groups of the mesh dims, and its shape: a slice of a mesh is a new object each time. An axis holds its group,
-# so their ids are not reused.
-_AXES: dict[tuple[object, ...], list[ShardAxis]] = {}
-# The default process group, and the mesh of all ranks.
-_WORLD: dict[int, tuple[object, DeviceMesh]] = {}
+# By type of device and process group: a slice of a mesh is a new object each time.
+_AXES: dict[tuple[str, dist.ProcessGroup], ShardAxis] = {}
 
 
-def _mesh_of_all() -> DeviceMesh:
-    world = dist.group.WORLD
-    if not _WORLD or _WORLD[0][0] is not world:
-        _WORLD[0] = world, resolve_mesh(None, None).mesh
-    return _WORLD[0][1]
+@lru_cache(maxsize=1)
+def _mesh_of_all(_world: object) -> DeviceMesh:
+    """Return the mesh of all ranks, anew for each default process group."""
+    return resolve_mesh(None).mesh
 
 
-def _axes_of(mesh: DeviceMesh) -> list[ShardAxis]:
-    """Return an axis for each dim of a mesh with several ranks."""
-    dims = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-    groups = [mesh.get_group(dim) for dim in dims]
-    key = mesh.device_type, tuple(mesh.mesh.shape), *map(id, groups)
+def _axis_of(mesh: DeviceMesh, dim: int) -> ShardAxis:
+    """Return the axis of one dim of a mesh."""
+    key = mesh.device_type, mesh.get_group(dim)
     if key not in _AXES:
-        for other, axes in list(_AXES.items()):
-            if not all(axis.group is not None and _torch.is_alive(axis.group) for axis in axes):
-                del _AXES[other]
-        device = _torch.device_of(mesh.device_type)
-        _AXES[key] = [
-            ShardAxis(
-                _torch.mesh_of_groups(
-                    mesh.device_type, torch.tensor(dist.get_process_group_ranks(group)), [group], (f"any_failed {dim}",)
-                ),
-                group,
-                mesh.size(dim),
-                mesh.get_local_rank(dim),
-                device,
-            )
-            for dim, group in zip(dims, groups)
-        ]
+        for other in [other for other in _AXES if not _torch.is_alive(other[1])]:
+            del _AXES[other]
+        kind, group = key
+        line = _torch.mesh_of_groups(kind, torch.tensor(dist.get_process_group_ranks(group)), [group], ("any_failed",))
+        _AXES[key] = ShardAxis(line, group, group.size(), group.rank(), _torch.device_of(kind))
     return _AXES[key]
 
 
@@ -85,15 +70,15 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ValueError(f"any_failed takes a DeviceMesh or None, got {type(mesh).__name__}.")
-    mesh = _mesh_of_all() if mesh is None else mesh
-    axes, ranks = _axes_of(mesh), mesh.mesh.flatten().tolist()
+    mesh = _mesh_of_all(dist.group.WORLD) if mesh is None else mesh
+    axes = [_axis_of(mesh, dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    ranks = mesh.mesh.flatten().tolist()
     communicator = Runtime.of(_torch.device_of(mesh.device_type), CommPolicy()).communicator
     agreement = Agreement(communicator, axes, UnitName(""), "any_failed()", ranks=ranks)
-    runtimes, inside = Runtime.all_of_thread(), set(ranks)
-    own = tuple(communicator.log_of(axis) for axis in axes)
-    logs = [log for runtime in runtimes for log in runtime.communicator.logs() if inside.issuperset(log.ranks)]
+    runtimes, own = Runtime.all_of_thread(), tuple(communicator.log_of(axis) for axis in axes)
+    logs = [log for runtime in runtimes for log in runtime.communicator.logs()]
     # A rank that waits for this one in a collective of a unit finds the difference in its own log.
-    logs = [log for log in logs if log not in own]
+    logs = [log for log in logs if log not in own and set(log.ranks) <= set(ranks)]
     for log in logs:
         log.append(_CALL)
         log.followers = own

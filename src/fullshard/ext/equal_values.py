@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from fullshard.core import (
     ShardAxis,
     ShardedParameter,
     Unit,
-    unit_of,
+    units_below,
 )
 from fullshard.errors import StateError
 from fullshard.optim.copies import digest
@@ -91,6 +91,7 @@ _DIFFERENT_COPIES = (
     ", and tensor parallelism neither shards nor replicates it: each of these ranks trains a weight of its own. If it is one "
     "weight, seed these ranks equally, or distribute it with Replicate()."
 )
+_ORDER = ("", _DIFFERENT_MODELS, _DIFFERENT_REPLICAS, _DIFFERENT_COPIES)  # in which differences are reported
 
 
 def _compare(unit: Unit, _: nn.Module) -> None:
@@ -100,25 +101,24 @@ def _compare(unit: Unit, _: nn.Module) -> None:
     tensor parallelism makes, must have equal shards. Values that were not written since they were sharded must be equal on all
     ranks of the mesh.
     """
-    below = [unit_of(module) for root in unit.modules for module in root.modules()]
-    units = [
-        one
-        for one in dict.fromkeys([unit, *below])
-        if one is not None and _compare in one.first_use and one.runtime is unit.runtime
-    ]
+    units = [one for one in units_below(unit.modules) if _compare in one.first_use and one.runtime is unit.runtime]
     for one in units:
         if not one.shows_full:
             one.refresh()
         if one.options.sync == "broadcast" and one in _ALLOCATED:
             _broadcast_over_replicas(one)
     parameters = [parameter for one in units for parameter in one.parameters]
-    axes = _Axes(parameters)
+    data = {one.sharding.axis.transport.key: one.sharding.axis.transport for one in parameters}
+    parallel = {axis.key: axis for one in parameters for _, axis in one.sharding.tensor_parallel_groups}
+    # Axes that shard first: a process group that replicates scalars as well is logged with them, as in other calls.
+    axes = [*sorted(data.values(), key=lambda axis: axis.group is None), *parallel.values()]
     with torch.no_grad():
-        claims = _claims(parameters, axes)
+        claims = [claim for one in parameters for claim in _claims(one, parallel.values())]
+        claims.sort(key=lambda claim: _ORDER.index(claim.error))
         if claims:
             doing = f"comparison of {len(parameters)} parameters"
             subject = f"{doing} {len(claims)}"
-            _check(claims, Agreement(unit.runtime.communicator, axes.all, unit.unit_name, doing, subject))
+            _check(claims, Agreement(unit.runtime.communicator, axes, unit.unit_name, doing, subject))
     for one in units:
         one.first_use = [check for check in one.first_use if check != _compare]
         _ALLOCATED.discard(one)
@@ -140,44 +140,6 @@ def _broadcast_over_replicas(unit: Unit) -> None:
             agreement.on_axis(axis).over([axis.replicas.group]).broadcast(values)
 
 
-class _Axes:
-    """The axes of the parameters of a model, and the process groups over which each parameter has equal values."""
-
-    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
-        data, parallel = dict[object, ShardAxis](), dict[object, ShardAxis]()
-        for sharding in (parameter.sharding for parameter in parameters):
-            data.setdefault(sharding.axis.transport.key, sharding.axis.transport)
-            parallel.update((axis.key, axis) for _, axis in sharding.tensor_parallel_groups if axis.key not in parallel)
-        self._parallel = list(parallel.values())
-        # Axes that shard first: a process group that replicates scalars as well is logged with them, as in other calls.
-        self.all = [*sorted(data.values(), key=lambda axis: axis.group is None), *self._parallel]
-
-    def with_equal_shards(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
-        """Return the process groups whose ranks have equal shards of a parameter."""
-        sharding, replicas = parameter.sharding, parameter.sharding.axis.replicas
-        found = [] if replicas is None or replicas.ranks == 1 else [replicas.group]
-        copies = [axis.group for index, axis in sharding.tensor_parallel_groups if sharding.placements[index].is_replicate()]
-        return [*found, *(group for group in copies if group is not None)]
-
-    def with_equal_values(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
-        """Return the process groups whose ranks sharded equal values."""
-        own = parameter.sharding.axis
-        axis, found = own.transport, self.with_equal_shards(parameter)
-        if axis.group is not None and axis.ranks > 1:
-            found.append(axis.group)
-        if own.hybrid is not None and axis.replicas is not None:  # shards are divided over the replicas as well
-            found.append(axis.replicas.group)
-        return found
-
-    def beside(self, parameter: ShardedParameter) -> list[dist.ProcessGroup]:
-        """Return the process groups of tensor parallelism that a parameter takes no part in."""
-        if parameter.sharding.tensor_parallel is not None:
-            return []
-        inside = set(parameter.sharding.axis.members)
-        others = [axis.group for axis in self._parallel if len(inside.intersection(axis.members)) == 1]
-        return [group for group in others if group is not None]
-
-
 class _Claim(NamedTuple):
     """Equality of a number on some ranks."""
 
@@ -185,41 +147,41 @@ class _Claim(NamedTuple):
     over: list[dist.ProcessGroup]  # which connect the ranks
     number: Tensor | None  # this rank's number, one int64; None if it has none
     error: str  # text after "differs between ranks"; "" if the number stands for the description of the parameter
-    excused: Tensor | None = None  # one bool: True on any of the ranks allows all of them to differ
+    excused: Tensor = torch.tensor(False, device="cpu")  # True on any of the ranks allows all of them to differ
 
 
-def _claims(parameters: Sequence[ShardedParameter], axes: _Axes) -> list[_Claim]:
-    """Return what must be equal between ranks, in the order in which differences are reported."""
-    descriptions: list[_Claim] = []
-    models: list[_Claim] = []
-    replicas: list[_Claim] = []
-    copies: list[_Claim] = []
-    for p in parameters:
-        shard = None if p.local.device.type == "meta" else digest(p.local)
-        initial, everywhere = _INITIAL.get(p), axes.with_equal_values(p)
-        if initial is not None and everywhere:
-            text = f"{p.unit_name.name} {initial.description}"
-            hashed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-            descriptions.append(_Claim(p, everywhere, torch.tensor(hashed, device="cpu"), ""))
-            if initial.digests is None or shard is None:
-                models.append(_Claim(p, everywhere, None, _DIFFERENT_MODELS, torch.tensor(True, device="cpu")))
-            else:
-                written = shard != initial.digests[1].to(shard.device)
-                models.append(_Claim(p, everywhere, initial.digests[0], _DIFFERENT_MODELS, written))
-        if over := axes.with_equal_shards(p):
-            replicas.append(_Claim(p, over, shard, _DIFFERENT_REPLICAS))
-        if over := axes.beside(p):
-            copies.append(_Claim(p, over, shard, _DIFFERENT_COPIES))
-    return [*descriptions, *models, *replicas, *copies]
+def _claims(parameter: ShardedParameter, parallel: Iterable[ShardAxis]) -> Iterator[_Claim]:
+    """Yield what must be equal between ranks. `parallel`: the axes of tensor parallelism in the model."""
+    sharding = parameter.sharding
+    own = sharding.axis
+    copies = [axis for index, axis in sharding.tensor_parallel_groups if sharding.placements[index].is_replicate()]
+    with_equal_shards = [group for axis in (own, *copies) for group in axis.groups if group is not own.group]
+    with_equal_values = [group for axis in (own.transport, *copies) for group in axis.groups]
+    shard = None if parameter.local.device.type == "meta" else digest(parameter.local)
+    initial = _INITIAL.get(parameter)
+    if initial is not None and with_equal_values:
+        text = f"{parameter.unit_name.name} {initial.description}"
+        hashed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+        yield _Claim(parameter, with_equal_values, torch.tensor(hashed, device="cpu"), "")
+        values, excused = None, torch.tensor(True, device="cpu")
+        if initial.digests is not None and shard is not None:
+            values, excused = initial.digests[0], shard != initial.digests[1].to(shard.device)
+        yield _Claim(parameter, with_equal_values, values, _DIFFERENT_MODELS, excused)
+    if with_equal_shards:
+        yield _Claim(parameter, with_equal_shards, shard, _DIFFERENT_REPLICAS)
+    if sharding.tensor_parallel is None:
+        beside = [axis for axis in parallel if len(set(own.members).intersection(axis.members)) == 1]
+        if over := [group for axis in beside for group in axis.groups]:
+            yield _Claim(parameter, over, shard, _DIFFERENT_COPIES)
 
 
 def _check(claims: Sequence[_Claim], agreement: Agreement) -> None:
     """Compare the numbers. Raise StateError for the first difference, or warn if it may be on purpose. Collective."""
     device = agreement.device
-    zero, no = torch.tensor(0, device=device), torch.tensor(False, device=device)
+    zero = torch.tensor(0, device=device)
     numbers = torch.stack([zero if one.number is None else one.number.to(device) for one in claims])
     present = torch.tensor([[one.number is not None] for one in claims], device=device)
-    excused = torch.stack([no if one.excused is None else one.excused.to(device) for one in claims])
+    excused = torch.stack([one.excused.to(device) for one in claims])
     bytes_of = numbers.view(torch.uint8).view(len(claims), -1)
     # Both maxima of a byte, of x and of 255 - x, add up to 255 if it is equal on all ranks. Zeros change no maximum.
     rows = torch.cat([torch.cat([bytes_of, 255 - bytes_of], 1) * present, excused.view(-1, 1)], 1)
@@ -232,11 +194,13 @@ def _check(claims: Sequence[_Claim], agreement: Agreement) -> None:
     for _ in range(2 if len(groups) > 1 else 0):  # ranks of another process group may have found a difference
         differ = agreement.maximum(differ.to(torch.uint8)).bool()
     indices = differ.cpu().nonzero().flatten().tolist()
-    raising = [index for index in indices if claims[index].error != _DIFFERENT_COPIES]
-    if raising:
-        raise StateError(_text(claims[raising[0]], bytes_of[raising[0]], agreement))
-    if indices:
-        warnings.warn(_text(claims[indices[0]], bytes_of[indices[0]], agreement), stacklevel=2)
+    if not indices:
+        return
+    first = indices[0]  # those that raise come before those that warn
+    text = _text(claims[first], bytes_of[first], agreement)
+    if claims[first].error != _DIFFERENT_COPIES:
+        raise StateError(text)
+    warnings.warn(text, stacklevel=2)
 
 
 def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
