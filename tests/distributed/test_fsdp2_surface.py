@@ -783,7 +783,7 @@ def test_a_shard_that_has_half_of_the_protocol_is_named_at_the_first_forward(wor
     across = fully_shard(nn.Linear(5, 7), mesh=world.mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1))
     shard = across.weight._local_tensor
     shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = MethodType(halved, shard), MethodType(widened, shard)
-    with pytest.raises(StateError, match="cannot be sharded along dim 1: it has its own all-gather hooks"):
+    with pytest.raises(StateError, match="cannot be sharded along dim 1: .* has all-gather hooks"):
         across(batch(0))
 
 

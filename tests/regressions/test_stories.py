@@ -1402,7 +1402,7 @@ def test_gradients_as_values_are_those_of_one_backward(world: World) -> None:
     with model.accumulate():
         loss().backward()
     model.bias.requires_grad_(True)
-    with pytest.raises(StateError, match="a gradient of parameter 'weight' is accumulated"):
+    with pytest.raises(StateError, match="gradients of unit 'Linear' are accumulated on each rank only, here of 'weight'"):
         fullshard.grad(loss(), [model.bias])
 
 

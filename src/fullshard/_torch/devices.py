@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fullshard._torch.c10d import backend_name
 
@@ -107,11 +107,6 @@ def has_aliases(tensor: Tensor) -> bool:
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors share a storage."""
     return storage_key(one) == storage_key(other)
-
-
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors share a storage; False if `one` is a wrapper subclass, which has no storage."""
-    return type(one) in (Tensor, nn.Parameter) and same_storage(one, other)
 
 
 # --- scaling and copies ----------------------------------------------------------------------------------------------

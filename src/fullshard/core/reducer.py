@@ -169,8 +169,7 @@ class GradientReducer:
         """Raise StateError if gradients of the unit are not in `.grad` yet and its groups are about to be built again."""
         if self.is_undelivered(unit):
             raise StateError(
-                f"{doing} came while gradients of unit '{unit.name}' are reduced, but not in .grad yet. Run the last backward "
-                "of the step first, or call zero_grad()."
+                f"{doing} came while gradients of unit '{unit.name}' are reduced, but not in .grad yet. {unit.options.remedy}"
             )
 
     def discard(self, unit: Unit) -> None:

@@ -22,7 +22,7 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_modules import ForwardProgress, UnitModules
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
-from fullshard.errors import StateError, warn_once
+from fullshard.errors import StateError, some_of, warn_once
 from fullshard.policies import CPUOffloadPolicy, StateSharding
 
 if TYPE_CHECKING:
@@ -520,6 +520,16 @@ class Unit:
         """Raise StateError if gradients are in flight to groups that are about to be built again."""
         self.runtime.reducer.check_delivered(self, doing=doing)
 
+    def check_step_over(self, *, doing: str) -> None:
+        """Raise StateError if gradients of earlier backwards are not in `.grad` yet: in flight, or kept on each rank."""
+        self.check_delivered(doing=doing)
+        if any(group.grads.has_local for group in self.groups):
+            own = some_of([parameter.name for parameter in self.parameters if parameter.local_grad is not None])
+            raise StateError(
+                f"{doing} was called while gradients of unit '{self.name}' are accumulated on each rank only, here of "
+                f"{own or 'no parameter'}. {self.options.remedy}"
+            )
+
     def prepare_step(self, group: ParamGroup) -> None:
         """Wait for what reads the shards of a group, before an optimizer writes them. Raise StateError if it may not now."""
         self.runtime.recovery.recover()
@@ -580,12 +590,7 @@ class Unit:
                 "it into a model that is sharded with the new level."
             )
         self.check_idle(doing="set_states()")
-        self.check_delivered(doing="set_states()")
-        if any(group.grads.has_local for group in self.groups):
-            raise StateError(
-                f"set_states() was called while gradients of unit '{self.name}' are only kept on each rank. Run the last "
-                "backward of the step first, or call zero_grad()."
-            )
+        self.check_step_over(doing="set_states()")
 
     def set_states(self, states: StateSharding) -> None:
         """Change the level, and free parameters that are kept no longer. `Runtime.unshard_kept` all-gathers the others."""

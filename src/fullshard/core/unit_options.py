@@ -76,5 +76,11 @@ class UnitOptions:
         object.__setattr__(self, "reduces", self.sync_gradients and not (self.states.keeps_gradients and goes_on))
         object.__setattr__(self, "defers", not self.reduce.all_reduce or (self.states.sums_over_shards and goes_on))
 
+    @property
+    def remedy(self) -> str:
+        """What to do while gradients are not in `.grad` yet, for error texts."""
+        end = f"Call {self.ended_by}" if self.ended_by else "Run the last backward of the step"
+        return f"{end} first, or call zero_grad()."
+
 
 __all__ = ["UnitOptions"]

@@ -51,11 +51,7 @@ def set_manual_backward_finalization(self: FSDPModule, enabled: bool) -> None:
             doing = f"set_manual_backward_finalization({manual})"
             if _torch.current_graph_task() != -1:
                 raise StateError(f"{doing} was called inside a backward of unit '{unit.name}'. Call it before or after.")
-            if runtime.reducer.is_undelivered(unit) or any(group.grads.has_local for group in unit.groups):
-                raise StateError(
-                    f"{doing} was called while unit '{unit.name}' has gradients that are not in .grad yet. Call "
-                    "finalize_backward() first (and wait() of its handle), or reset_iter_state()."
-                )
+            unit.check_step_over(doing=doing)
         for unit in units:
             unit.configure(ended_by=_CALL if manual else "")
 

@@ -30,14 +30,9 @@ class Method:
         update_wrapper(self, method, updated=())
         del self.__wrapped__  # type: ignore[attr-defined]  # a strong reference to the module
 
-    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._method(module, *args, **kwargs) if self._own else self._method(*args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Method:
-        return Method(memo[id(self._module())], self._bound(memo))
-
-    def _bound(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return MethodType(self._method, memo[id(self._module())]) if self._own else copy.deepcopy(self._method, memo)
+        module = memo[id(self._module())]
+        return Method(module, MethodType(self._method, module) if self._own else copy.deepcopy(self._method, memo))
 
     def __reduce__(self) -> Any:
         module = self._module()
@@ -50,15 +45,15 @@ class Method:
         """Call the method between the forward hooks of its unit."""
         module = self._module()
         assert module is not None
-        unit = unit_of(module)
+        unit, method = unit_of(module), MethodType(self._method, module) if self._own else self._method
         if unit is None:  # undo() was called since the registration
-            return self._call(module, *args, **kwargs)
+            return method(*args, **kwargs)
         hooks = ForwardHooks(unit)
         unit.progress.methods += 1
         try:
             changed = hooks.before(module, args, kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
-            output = self._call(module, *args, **kwargs)
+            output = method(*args, **kwargs)
         except BaseException:
             hooks.after(module, args, None)
             raise
@@ -96,9 +91,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method '{method_name}' to register.")
-    if any(
-        is_late(method) for is_late in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-    ):
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         raise ValueError(
             f"{type(module).__name__}.{method_name} cannot be registered: it is a generator or coroutine, whose body runs "
             "after the call has returned. Call it inside `with model.resident():` instead."

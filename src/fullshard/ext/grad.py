@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, Unit, current_parameter, logical_parameters
+from fullshard.core import Unit, back_references, current_parameter
 from fullshard.errors import StateError
 
 
@@ -47,36 +47,39 @@ def grad(
 
     Source: the interface of `torch.autograd.grad`.
     """
-    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    listed = list(map(current_parameter, given))  # names from before sharding
-    names: dict[int, str] = {}
-    leaves: list[Tensor] = []
-    for tensor in listed:
-        logical = next(iter(logical_parameters([tensor])), None)
+    listed = [current_parameter(one) for one in ([inputs] if isinstance(inputs, Tensor) else inputs)]
+    logical = [None if reference is None else reference() for reference in back_references(listed)]
+    names = [
+        f"the input of shape {tuple(tensor.shape)}" if parameter is None else f"parameter '{parameter.name}'"
+        for tensor, parameter in zip(listed, logical)
+    ]
+    for tensor, name in zip(listed, names):
         if not tensor.requires_grad:
-            which = f"the input of shape {tuple(tensor.shape)}" if logical is None else f"parameter '{logical.name}'"
-            raise ValueError(f"grad(): {which} does not require grad. Leave it out of the inputs.")
-        if logical is None:
-            leaves.append(tensor)
-            continue
-        names[id(tensor)] = logical.name
-        if logical.unsharded is None:
+            raise ValueError(f"grad(): {name} does not require grad. Leave it out of the inputs.")
+    leaves = [tensor for tensor, parameter in zip(listed, logical) if parameter is None]
+    sharded = [parameter for parameter in logical if parameter is not None]
+    for parameter in sharded:
+        if parameter.unsharded is None:
             raise StateError(
-                f"grad(): parameter '{logical.name}' was never unsharded, so it is in no graph. Run a forward first."
+                f"grad(): parameter '{parameter.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
-        _check_no_other_gradients(logical)
-        group = logical.group()  # with the leaves of the graphs that compute with copies of the group
-        leaves += [logical.unsharded, *(() if group is None else (copy.handle for copy in group.copies))]
-    _check_no_use_of_shards([outputs] if isinstance(outputs, Tensor) else outputs, logical_parameters(listed))
+        if unit := parameter.unit():
+            _check_sets_gradients(unit)
+        group = parameter.group()  # with the leaves of the graphs that compute with copies of the group
+        leaves += [parameter.unsharded, *(() if group is None else (copy.handle for copy in group.copies))]
+    by_shards = _torch.leads_to([outputs] if isinstance(outputs, Tensor) else outputs, [one.sharded for one in sharded])
+    if by_shards:
+        raise StateError(
+            f"grad(): the outputs also depend on the sharded parameter '{sharded[min(by_shards)].name}' itself, as by a "
+            "penalty on weights. Compute that part from the tensors of fullshard.gathered(), or call backward()."
+        )
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
-    before = [tensor.grad for tensor in listed]
-    unsharded = [one for parameter in logical_parameters(listed) if (one := parameter.unsharded) is not None]
-    before_unsharded = [one.grad for one in unsharded]
-    units = [unit for parameter in logical_parameters(listed) if (unit := parameter.unit()) is not None]
-    runtimes = dict.fromkeys(unit.runtime for unit in units)
+    kept = [(tensor, tensor.grad) for tensor in listed]
+    kept_unsharded = [(parameter.unsharded, parameter.unsharded.grad) for parameter in sharded]
+    runtimes = dict.fromkeys(unit.runtime for parameter in sharded if (unit := parameter.unit()) is not None)
     others = [unit for runtime in runtimes for unit in runtime.all_units() if not _has_earlier_gradients(unit)]
-    every = [parameter.sharded for unit in others for parameter in unit.parameters]
-    without = [tensor for tensor in every if tensor.grad is None]
+    # Without a heartbeat, unused parameters of a unit get zeros.
+    without = [one.sharded for unit in others for one in unit.parameters if one.sharded.grad is None]
     for tensor in listed:
         tensor.grad = None
     for runtime in runtimes:
@@ -85,26 +88,20 @@ def grad(
         with _torch.without_post_grad_hooks(listed):  # as for torch.autograd.grad: nothing is accumulated
             torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=leaves)  # type: ignore[arg-type]
         found = [tensor.grad for tensor in listed]
-        for parameter, had in zip(logical_parameters(listed), before_unsharded):
-            if parameter.unsharded is not None and parameter.unsharded.grad is not had:
+        for name, (unsharded, had) in zip((one.name for one in sharded), kept_unsharded):
+            if unsharded.grad is not had:
                 raise StateError(
-                    f"grad(): the outputs use parameter '{parameter.name}' outside of a forward, as it is while the unit is "
-                    "unsharded by hand, and nothing reduces that gradient. Compute with the tensors of fullshard.gathered()."
+                    f"grad(): the outputs use parameter '{name}' outside of a forward, as it is while the unit is unsharded by "
+                    "hand, and nothing reduces that gradient. Compute with the tensors of fullshard.gathered()."
                 )
     finally:
         for runtime in runtimes:
             runtime.backward.collects = False
-        for one, had in zip(unsharded, before_unsharded):
+        for one, had in (*kept_unsharded, *((tensor, None) for tensor in without), *kept):
             one.grad = had
-        for tensor in without:  # without a heartbeat, unused parameters of a unit have got zeros
-            tensor.grad = None
-        for tensor, had in zip(listed, before):
-            tensor.grad = had
-    for tensor, value in zip(listed, found):
+    for name, value in zip(names, found):
         if value is None and not allow_unused:
-            name = names.get(id(tensor))
-            what = f"parameter '{name}'" if name else f"the input of shape {tuple(tensor.shape)}"
-            raise StateError(f"grad(): {what} was not used by any rank. Pass allow_unused=True to get None for it.")
+            raise StateError(f"grad(): {name} was not used by any rank. Pass allow_unused=True to get None for it.")
     return tuple(found)
 
 
@@ -114,33 +111,9 @@ def _has_earlier_gradients(unit: Unit) -> bool:
     return kept or unit.runtime.reducer.is_undelivered(unit)
 
 
-def _check_no_use_of_shards(outputs: Sequence[Tensor], parameters: Sequence[ShardedParameter]) -> None:
-    """Raise StateError if the graphs of outputs lead to sharded parameters themselves, which this gradient would leave out."""
-    found = _torch.leads_to(outputs, [parameter.sharded for parameter in parameters])
-    if found:
-        name = parameters[min(found)].name
-        raise StateError(
-            f"grad(): the outputs also depend on the sharded parameter '{name}' itself, as by a penalty on weights. Compute "
-            "that part from the tensors of fullshard.gathered(), or call backward()."
-        )
-
-
-def _check_no_other_gradients(parameter: ShardedParameter) -> None:
-    """Raise StateError unless a backward reduces exactly its own gradients of the parameter's unit, at once."""
-    unit = parameter.unit()
-    if unit is None:
-        return
-    for one in unit.parameters:
-        if one.local_grad is not None:
-            raise StateError(
-                f"grad(): a gradient of parameter '{one.name}' is accumulated on each rank by accumulate() or "
-                "set_requires_gradient_sync(False). Run the last backward of the step first."
-            )
-    if unit.runtime.reducer.is_undelivered(unit):
-        raise StateError(
-            f"grad(): gradients of unit '{unit.name}' are reduced, but not in .grad yet. Run the last backward of the step "
-            "first."
-        )
+def _check_sets_gradients(unit: Unit) -> None:
+    """Raise StateError unless a backward reduces exactly its own gradients of the unit, at once."""
+    unit.check_step_over(doing="grad()")
     options = unit.options
     if not options.reduces or options.defers or options.ended_by or not options.last_backward:
         raise StateError(

@@ -234,11 +234,10 @@ class _JoinedCalls(Listener):
         if not joined.alone:
             return run in reached
         alone = {scheduler.start_of_outermost(other.call) for other in self.waiting if other.alone} | {run}
-        found: int | None = run
-        while found is not None and found in alone and found not in reached:
-            found = scheduler.next_outermost(found)
-        if found is None:
-            found = run
+        for following in (scheduler.next_outermost, scheduler.previous_outermost):
+            found: int | None = run
             while found is not None and found in alone and found not in reached:
-                found = scheduler.previous_outermost(found)
-        return found in reached
+                found = following(found)
+            if found is not None:
+                return found in reached
+        return False

@@ -11,20 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch, ext
-from fullshard.core import (
-    Agreement,
-    ShardedParameter,
-    children_first,
-    replace_rows,
-    units_of,
-)
+from fullshard.core import Agreement, children_first, logical_parameters, replace_rows, units_of
 from fullshard.errors import StateError, check_int
 from fullshard.optim.copies import agreement_of_all
 
 Init = Callable[[nn.Module], object]
-
-Owner = tuple[ShardedParameter, torch.device]
-"""A sharded parameter, and the device of its shard."""
 
 
 def materialize(
@@ -75,27 +66,18 @@ def materialize(
     agreement.barrier()
     if seed is None:
         seed = common_seed(agreement)
-    groups = [group for unit in units for group in unit.groups]
-    owners = {id(parameter.sharded): (parameter, group.storage.home) for group in groups for parameter in group.parameters}
     filled: dict[int, Tensor] = {}
     # `init` may raise on this rank only. The other ranks would wait for it in their next collective, so they raise as well.
     reporting_exceptions = units[0].runtime.communicator.reporting_exceptions(f"'{units[0].name}' materialize()")
     with reporting_exceptions, torch.no_grad(), seeded(compute_device, seed):
         for name, module in children_first(model):
-            _fill(module, name, compute_device, init, owners, filled)
+            _fill(module, name, compute_device, init, filled)
     for unit in units:
         unit.refresh(assigned=True)
     return model
 
 
-def _fill(
-    module: nn.Module,
-    name: str,
-    device: torch.device,
-    init: Init | None,
-    owners: dict[int, Owner],
-    filled: dict[int, Tensor],
-) -> None:
+def _fill(module: nn.Module, name: str, device: torch.device, init: Init | None, filled: dict[int, Tensor]) -> None:
     """Allocate and initialize the meta tensors of one module, without its children. `filled`: values by id of a meta tensor."""
     parameters, buffers = _torch.parameters_of(module), _torch.buffers_of(module)
     registries: tuple[dict[str, Any], ...] = parameters, buffers
@@ -112,44 +94,46 @@ def _fill(
             full = ext.unwritten.mark_tensor(torch.empty(one.shape, dtype=one.dtype, device=device))
             allocated[id(one)] = nn.Parameter(full, requires_grad=one.requires_grad)
         registry[key] = filled[id(one)] if registry is buffers else allocated[id(one)]
+    dot = f"{name}." if name else ""
     try:
         _initialize(module, name, init)
+        values = [registry[key] for registry, key, _ in slots]
+        without_values = [
+            f"{'buffer' if registry is buffers else 'parameter'} '{dot}{key}'"
+            for (registry, key, one), value in zip(slots, values)
+            if id(one) not in tied and ext.unwritten.is_marked(value)
+        ]
+        if without_values:
+            raise StateError(
+                f"{', '.join(without_values)} of {type(module).__name__} got no values from "
+                f"{'reset_parameters()' if init is None else 'init'}. Pass an init(module) to materialize() that fills all of "
+                "them."
+            )
     except BaseException:
         for registry, key, one in slots:
             registry[key] = one
         raise
-    values = [registry[key] for registry, key, _ in slots]
-    dot = f"{name}." if name else ""
-    without_values = [
-        f"{'buffer' if registry is buffers else 'parameter'} '{dot}{key}'"
-        for (registry, key, one), value in zip(slots, values)
-        if id(one) not in tied and ext.unwritten.is_marked(value)
-    ]
-    for registry, key, one in slots:  # sharded parameters stay registered, on meta until `_keep_value` replaces their shards
-        if registry is parameters or without_values:
-            registry[key] = one
-    if without_values:
-        raise StateError(
-            f"{', '.join(without_values)} of {type(module).__name__} got no values from "
-            f"{'reset_parameters()' if init is None else 'init'}. Pass an init(module) to materialize() that fills all of them."
-        )
-    for (registry, key, one), value in zip(slots, values):
-        if registry is parameters:
-            if id(one) not in filled:
-                filled[id(one)] = _keep_value(one, value, owners.get(id(one)))
-            if id(one) not in owners:
-                parameters[key] = filled[id(one)]  # type: ignore[assignment]
+    of_parameters = [(key, one, value) for (registry, key, one), value in zip(slots, values) if registry is parameters]
+    # Sharded parameters stay registered, on meta until `_keep_value` replaces their shards.
+    parameters.update((key, one) for key, one, _ in of_parameters)
+    for key, one, value in of_parameters:
+        if id(one) not in filled:
+            filled[id(one)] = _keep_value(one, value)
+        if filled[id(one)] is not one:
+            parameters[key] = filled[id(one)]  # type: ignore[assignment]
 
 
-def _keep_value(original: nn.Parameter, value: Tensor, owner: Owner | None) -> Tensor:
+def _keep_value(original: nn.Parameter, value: Tensor) -> nn.Parameter:
     """Return the parameter with its value: a sharded one keeps this rank's rows of `value`, another one is a new Parameter."""
-    if owner is None:  # an ignored parameter, or one outside of all units
+    known = logical_parameters([original])
+    if not known:  # an ignored parameter, or one outside of all units
         parameter = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
         parameter.__dict__.update(original.__dict__)  # attributes that the caller set, such as an optimizer's group
         return parameter
-    logical, home = owner
-    logical.sharded.requires_grad_(value.requires_grad)
-    replace_rows(logical, logical.slice(value.detach()).to(home))
+    group = known[0].group()
+    assert group is not None
+    original.requires_grad_(value.requires_grad)
+    replace_rows(known[0], known[0].slice(value.detach()).to(group.storage.home))
     return original
 
 

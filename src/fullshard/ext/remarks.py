@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,10 +13,10 @@ from fullshard.core import (
     Originals,
     Unit,
     clean_name,
+    current_parameter,
     is_ignored,
     logical_parameters,
     own_modules,
-    replacement_of,
     units_of,
 )
 from fullshard.errors import StateError, some_of, warn_once
@@ -68,46 +66,31 @@ def _refuse_max_norm(unit: Unit, _: nn.Module) -> None:
 def added_parameters(unit: Unit) -> list[str]:
     """Return the names of trainable parameters of a unit's own modules whose gradients no unit reduces."""
     ranks = set(unit.axis.mesh.mesh.flatten().tolist())
+    # A parameter that the user assigns to one of these is adopted or refused by the unit itself.
     slots = {(id(slot.parameters), slot.name) for parameter in unit.parameters for slot in parameter.slots}
-    return [
-        name
-        for root in unit.modules
-        for name, parameter in _unmanaged_parameters(root, slots)
-        if not is_ignored(parameter) and not _is_over(parameter, ranks)
-    ]
+    found: list[str] = []
+    for root in unit.modules:
+        paths = {id(module): f"{path}." if path else "" for path, module in root.named_modules()}
+        replicated = (
+            one for one in root.modules() if isinstance(one, DistributedDataParallel) or _torch.is_non_composable(one)
+        )
+        reduced = {id(inner) for module in replicated for inner in module.modules()}
+        for module in own_modules(root):
+            parameters = {} if id(module) in reduced else _torch.parameters_of(module)
+            for name, parameter in parameters.items():
+                if parameter is None or not parameter.requires_grad or (id(parameters), name) in slots:
+                    continue
+                if not is_ignored(parameter) and not _is_reduced(parameter, ranks):
+                    found.append(clean_name(paths[id(module)] + name))
+    return found
 
 
-def _unmanaged_parameters(root: nn.Module, slots: set[tuple[int, str]]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield names and trainable parameters of a unit's own modules that belong to no unit and are not in its `slots`.
-
-    The unit itself adopts or refuses a parameter that the user assigns there.
-    """
-    names = {id(module): name for name, module in root.named_modules()}
-    replicated = [
-        module for module in root.modules() if isinstance(module, DistributedDataParallel) or _torch.is_non_composable(module)
-    ]
-    reduced = {id(inner) for module in replicated for inner in module.modules()}
-    for module in own_modules(root):
-        if id(module) in reduced:
-            continue
-        parameters = _torch.parameters_of(module)
-        for name, parameter in parameters.items():
-            if parameter is None or not parameter.requires_grad or (id(parameters), name) in slots:
-                continue
-            if not _is_of_other_unit(parameter):
-                yield clean_name(f"{names[id(module)]}.{name}".lstrip(".")), parameter
-
-
-def _is_of_other_unit(parameter: nn.Parameter) -> bool:
-    """Return True for a parameter of a unit, as a tied one: the sharded parameter, or what stands in its slots now."""
-    now = replacement_of(parameter)
-    found = logical_parameters([parameter if now is None else now])
-    return any(now is None or slot.content is parameter for one in found for slot in one.slots)
-
-
-def _is_over(parameter: nn.Parameter, ranks: set[int]) -> bool:
-    """Return True for a DTensor over these ranks, and maybe more, since DTensor reduces its gradient over them."""
-    return isinstance(parameter, DTensor) and ranks <= set(parameter.device_mesh.mesh.flatten().tolist())
+def _is_reduced(parameter: nn.Parameter, ranks: set[int]) -> bool:
+    """Return True if a unit reduces the gradient of a parameter, or DTensor does, over these ranks and maybe more."""
+    if isinstance(parameter, DTensor) and ranks <= set(parameter.device_mesh.mesh.flatten().tolist()):
+        return True
+    now = current_parameter(parameter)  # of another unit, as a tied one: the sharded parameter, or what its slots hold now
+    return any(now is parameter or slot.content is parameter for one in logical_parameters([now]) for slot in one.slots)
 
 
 UNIT_CREATED.append(_expect_checks)

@@ -30,6 +30,10 @@ from fullshard.policies import Dtypes
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+_BY_ROWS = (
+    "Parameter {} cannot be sharded along dim {}: it is a tensor subclass, or has all-gather hooks, and is all-gathered by "
+    "rows. Shard it along dim 0."
+)
 
 
 def _own_shard(value: Tensor) -> Tensor:
@@ -38,18 +42,6 @@ def _own_shard(value: Tensor) -> Tensor:
     A plain tensor stays the same object, since the caller may have set hooks on it.
     """
     return value.set_(value.clone()) if is_plain(value) else exact_copy(value)  # type: ignore[call-overload]
-
-
-def _releases_outputs(parameter: ShardedParameter) -> bool:
-    """Return True if the subclass wants its all-gather outputs freed after fsdp_post_all_gather, which has copied them."""
-    hook: Callable[[], Any] | None = getattr(parameter.local, _RELEASE, None)
-    answer = hook is not None and hook()
-    if not isinstance(answer, bool):
-        raise StateError(
-            f"Expected True or False from {_RELEASE} of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got "
-            f"{answer!r}. Return a bool."
-        )
-    return answer
 
 
 class ExtensionBuffer:
@@ -64,8 +56,13 @@ class ExtensionBuffer:
     def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
         self._parameter, self._collectives, self._storage = parameter, collectives, storage
         self._dtypes, self._dtype = dtypes, dtypes.compute
-        # Whether to free the all-gather outputs after fsdp_post_all_gather, and not only when resharding.
-        self._releases_outs = _releases_outputs(parameter)
+        # Whether the subclass wants its outputs freed after fsdp_post_all_gather, which has copied them, and not at a reshard.
+        self._releases_outs = getattr(parameter.local, _RELEASE, bool)()
+        if not isinstance(self._releases_outs, bool):
+            raise StateError(
+                f"Expected True or False from {_RELEASE} of parameter '{parameter.name}' of unit "
+                f"'{parameter.unit_name.name}', got {self._releases_outs!r}. Return a bool."
+            )
         self.version = -1  # of the shard that was all-gathered last; -1 before the first all-gather
         self.keep = False  # whether the memory is kept when it is freed
         # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
@@ -74,8 +71,8 @@ class ExtensionBuffer:
         self._inputs: tuple[list[Tensor], Any] | None = None
         # All-gather outputs, (ranks * numel,) each. The objects stay, since the unsharded tensor may use their storage.
         self._outs: list[Tensor] = []
-        # Inner tensors from fsdp_post_all_gather with separate memory, and their bytes.
-        self._inner: list[tuple[Tensor, int]] = []
+        # The storages of the outputs, and of inner tensors from fsdp_post_all_gather with separate memory; their full sizes.
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def allocate(self, version: int) -> PlannedAllGather:
         """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
@@ -89,14 +86,14 @@ class ExtensionBuffer:
         self._inputs = tensors, metadata
         if not self._outs:
             self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
+            self._storages = [_sized(out) for out in self._outs]
         if [out.numel() for out in self._outs] != [ranks * t.numel() for t in tensors]:
             shapes = [tuple(t.shape) for t in tensors]
             raise StateError(
                 f"Expected the sizes of the first call from {_PRE} of parameter '{self._parameter.name}', got tensors of "
                 f"shapes {shapes}. Return tensors of the same sizes in every call."
             )
-        for tensor, nbytes in (*((out, out.numel() * out.itemsize) for out in self._outs), *self._inner):
-            storage = tensor.untyped_storage()
+        for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
                 storage.resize_(nbytes)
         # as_strided, because `view(-1)` of one element may keep a stride that `view(dtype)` rejects.
@@ -120,8 +117,8 @@ class ExtensionBuffer:
         with torch.no_grad():
             if self._unsharded is None:
                 self._unsharded, inner = after(outputs, metadata, self._dtype)
-                outs = {out.untyped_storage().data_ptr() for out in self._outs}
-                self._inner = [(t, t.untyped_storage().size()) for t in inner if t.untyped_storage().data_ptr() not in outs]
+                outs = {storage.data_ptr() for storage, _ in self._storages}
+                self._storages += [_sized(t) for t in inner if t.untyped_storage().data_ptr() not in outs]
                 even = self._unsharded.shape[0] == rows
                 view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
                 self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
@@ -133,26 +130,20 @@ class ExtensionBuffer:
                 if not even and type(self._unsharded) is not Tensor:  # the hook may have set a new scale, for example
                     _become(_torch.local_part(unsharded), self._unsharded.narrow(0, 0, rows))
         if self._releases_outs and not self.keep:
-            for out in self._outs:
-                out.untyped_storage().resize_(0)
+            for storage, _ in self._storages[: len(self._outs)]:
+                storage.resize_(0)
 
     def free(self) -> None:
         """Free the memory, unless it is kept. The tensors stay."""
-        if self.keep:
-            return
-        for tensor in (*self._outs, *(inner for inner, _ in self._inner)):
-            tensor.untyped_storage().resize_(0)
+        for storage, _ in () if self.keep else self._storages:
+            storage.resize_(0)
 
     @property
     def memory(self) -> int:
         """Bytes of the outputs and the inner tensors that are allocated."""
-        return sum(tensor.untyped_storage().size() for tensor in (*self._outs, *(inner for inner, _ in self._inner)))
+        return sum(storage.size() for storage, _ in self._storages)
 
     allocated = memory
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Return True if `tensor` uses memory of this buffer."""
-        return any(out.numel() and _torch.same_memory(tensor, out) for out in (*self._outs, *(i for i, _ in self._inner)))
 
     def _padded_shard(self) -> Tensor:
         """Return this rank's shard with as many rows as the other ranks have."""
@@ -215,10 +206,7 @@ class ExtensionGroup(ParamGroup):
                 f"{missing[0]} as well."
             )
         if sharding.dim != 0:
-            raise ValueError(
-                f"Parameter '{name}' cannot be sharded along dim {sharding.dim}: it is a tensor subclass, or has all-gather "
-                "hooks, and is all-gathered by rows. Shard it along dim 0."
-            )
+            raise ValueError(_BY_ROWS.format(f"'{name}'", sharding.dim))
         if is_plain(tensor):
             return
         try:
@@ -246,10 +234,7 @@ class ExtensionGroup(ParamGroup):
                 "forward, or make it a plain torch.Tensor, after fullshard.undo()."
             )
         if parameter.sharding.dim != 0:
-            raise StateError(
-                f"Parameter '{parameter.name}' of unit '{unit}' cannot be sharded along dim {parameter.sharding.dim}: it has "
-                f"its own all-gather hooks ({_PRE}), which work on dim 0. Shard it along dim 0."
-            )
+            raise StateError(_BY_ROWS.format(f"'{parameter.name}' of unit '{unit}'", parameter.sharding.dim))
 
     def version(self) -> int:
         """Return a number that increases with every write to the shard, or to a tensor inside of it."""
@@ -287,6 +272,10 @@ class ExtensionGroup(ParamGroup):
             f"Parameter '{self.parameters[0].name}' cannot be copied unsharded: its fsdp_post_all_gather has one output only. "
             "Read the parameter in a forward, or between unshard() and reshard()."
         )
+
+
+def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
+    return tensor.untyped_storage(), tensor.untyped_storage().size()
 
 
 def _missing_hooks(tensor: Tensor) -> list[str]:

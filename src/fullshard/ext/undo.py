@@ -12,7 +12,6 @@ from fullshard.core import (
     LOGICAL,
     Agreement,
     ShardedParameter,
-    Unit,
     all_gather_unsharded,
     detach_unit,
     remove_hooks,
@@ -48,14 +47,9 @@ def undo(module: M) -> M:
     units = units_of(module, True)
     for unit in units:
         unit.check_idle(doing="undo()")
-        unit.check_delivered(doing="undo()")
+        unit.check_step_over(doing="undo()")
         if unit.record.resident_blocks:
             raise StateError(f"undo() was called inside resident() of unit '{unit.name}'. Call it after the block.")
-        if any(parameter.local_grad is not None for parameter in unit.parameters):
-            raise StateError(
-                f"undo() was called while gradients of unit '{unit.name}' are accumulated on each rank only. Run the last "
-                "backward of the step first, or call zero_grad()."
-            )
     # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
     for unit in units[:1]:
         unit.barrier(doing="undo()")
@@ -66,8 +60,13 @@ def undo(module: M) -> M:
         with torch.inference_mode(False):  # or the parameters could not be trained
             for parameter in unit.parameters:
                 _unshard(parameter, agreement)
-    for unit in units:
-        _remove(unit)
+    for unit in units:  # the inverse of `class_swap.install_unit`
+        for root in unit.modules:
+            root.__class__ = plain_class(type(root))
+            _torch.detach_state(root)
+            detach_unit(root)
+        remove_hooks(unit)
+        unit.runtime.unregister(unit)
     return module
 
 
@@ -93,13 +92,3 @@ def _unshard(parameter: ShardedParameter, agreement: Agreement) -> None:
     sharded.grad = None
     sharded.__dict__.pop(LOGICAL, None)
     parameter.put(plain)
-
-
-def _remove(unit: Unit) -> None:
-    """Remove a unit from its modules (the inverse of `class_swap.install_unit`). The parameters do not change."""
-    for module in unit.modules:
-        module.__class__ = plain_class(type(module))
-        _torch.detach_state(module)
-        detach_unit(module)
-    remove_hooks(unit)
-    unit.runtime.unregister(unit)

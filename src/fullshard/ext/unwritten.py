@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -54,11 +54,7 @@ class UnwrittenTensors:
 
     def without(self, written: Container[int]) -> UnwrittenTensors:
         """Return a copy without the tensors in `written`: ids of ShardedParameters, and of buffers and plain parameters."""
-        buffers = [
-            (ref, name)
-            for ref, name in self.buffers
-            if (module := ref()) is not None and id(getattr(module, name, None)) not in written
-        ]
+        buffers = [(ref, name) for ref, name in self.buffers if id(getattr(ref(), name, None)) not in written]
         return UnwrittenTensors([p for p in self._parameters if id(p) not in written], buffers)
 
     def names(self) -> list[str]:
@@ -86,20 +82,17 @@ class UnwrittenTensors:
         # An integer tensor may contain the mark as a real value, so its version counter must be unchanged as well.
         return version is not None and is_marked(tensor) and (tensor.is_floating_point() or tensor._version == version)
 
-    def _tensors(self) -> list[_Named]:
-        """Return all tensors that still exist."""
-        found = [
-            _Named((id(parameter), ""), f"parameter '{parameter.name}'", parameter.local, True)
-            for parameter in self._parameters
-        ]
+    def _tensors(self) -> Iterator[_Named]:
+        """Yield all tensors that still exist."""
+        for parameter in self._parameters:
+            yield _Named((id(parameter), ""), f"parameter '{parameter.name}'", parameter.local, True)
         for ref, name in self.buffers:
             module = ref()
-            buffer = None if module is None else getattr(module, name, None)
+            buffer = getattr(module, name, None)
             if module is not None and isinstance(buffer, Tensor):
                 kind = "parameter" if isinstance(buffer, nn.Parameter) else "buffer"
                 text = f"{kind} '{name}' of {type(module).__name__}"
-                found.append(_Named((id(module), name), text, buffer, _torch.persists(module, name)))
-        return found
+                yield _Named((id(module), name), text, buffer, _torch.persists(module, name))
 
 
 _UNWRITTEN: weakref.WeakKeyDictionary[Unit, list[UnwrittenTensors]] = weakref.WeakKeyDictionary()
@@ -137,27 +130,21 @@ def _check_written(unit: Unit, _: nn.Module) -> None:
     """Raise StateError, naming the tensors, if some that are marked were never written."""
     unit.refresh()
     for fresh in unwritten_of(unit):
-        _check_tensors(unit, fresh)
+        if left := fresh.remaining():
+            raise StateError(
+                f"Unit '{unit.name}' has uninitialized memory: {fresh.cause} {', '.join(left)}, and nothing has written "
+                f"{'it' if len(left) == 1 else 'them'}. Call reset_parameters(), load_state_dict() or fullshard.materialize() "
+                "before the first forward."
+            )
+        if buffers := fresh.remaining(persistent=False):  # only a warning, since the forward itself may fill them
+            warnings.warn(
+                f"Unit '{unit.name}' has uninitialized buffers: {fresh.cause} {', '.join(buffers)}, and nothing has written "
+                f"{'it' if len(buffers) == 1 else 'them'} before the first forward. State dicts do not contain such buffers. "
+                "Compute them again, in reset_parameters() or by hand, or call materialize() instead of to_empty(). If the "
+                "forward itself fills them, ignore this warning.",
+                stacklevel=2,
+            )
     del _UNWRITTEN[unit]
-
-
-def _check_tensors(unit: Unit, fresh: UnwrittenTensors) -> None:
-    left = fresh.remaining()
-    if left:
-        raise StateError(
-            f"Unit '{unit.name}' has uninitialized memory: {fresh.cause} {', '.join(left)}, and nothing has written "
-            f"{'it' if len(left) == 1 else 'them'}. Call reset_parameters(), load_state_dict() or fullshard.materialize() "
-            "before the first forward."
-        )
-    buffers = fresh.remaining(persistent=False)
-    if buffers:  # only a warning, since the forward itself may fill them
-        warnings.warn(
-            f"Unit '{unit.name}' has uninitialized buffers: {fresh.cause} {', '.join(buffers)}, and nothing has written "
-            f"{'it' if len(buffers) == 1 else 'them'} before the first forward. State dicts do not contain such buffers. "
-            "Compute them again, in reset_parameters() or by hand, or call materialize() instead of to_empty(). If the forward "
-            "itself fills them, ignore this warning.",
-            stacklevel=2,
-        )
 
 
 def _warn_of_unwritten(unit: Unit) -> None:
