@@ -35,18 +35,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def first_failure(self, failure: Exception | None) -> Exception | None:
-        """Return the error that every rank raises if one of them failed, None if none did. Collective.
-
-        Args:
-            failure: the exception of this rank, None if it did not fail.
-        """
+        """Return the error that every rank raises if one failed, None if none did. `failure`: that of this rank. Collective."""
 
     def run(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank and return its result. If it fails on any rank, raise on all ranks. Collective.
-
-        Raises:
-            Exception: the error of `first_failure`, with the text of the first rank that failed.
-        """
+        """Call `work` on every rank and return its result. If it fails on any, raise `first_failure` on all. Collective."""
         failure: Exception | None = None
         try:
             result = work()
@@ -84,8 +76,7 @@ class Agreement(Ranks):
 
         Args:
             communicator: runs the collectives; None without axes.
-            axes: the axes whose ranks take part: that of a unit (with its replicas) and, if all ranks of a mesh with tensor
-                parallelism take part, its tensor-parallel axes.
+            axes: of a unit and, if all ranks of a mesh with tensor parallelism take part, its tensor-parallel axes.
             unit_name: the name of the unit, for error messages.
             doing: the name of the call; options that ranks must share are part of it, so that errors show them.
             subject: a text that must be equal on all ranks; it is part of the log's hash.

@@ -445,7 +445,7 @@ class Unit:
         self.expose()
 
     def enter_resident(self) -> None:
-        """Keep the unit unsharded through forwards and backwards, until `record.leave_resident` is called as often as this."""
+        """Keep the unit unsharded through forwards and backwards, until `leave_resident` is called as often as this."""
         if self.record.enter_resident():
             try:
                 self.check_idle(doing="resident()")
@@ -453,6 +453,11 @@ class Unit:
             except BaseException:
                 self.record.leave_resident()
                 raise
+
+    def leave_resident(self) -> None:
+        """Undo one `enter_resident`."""
+        if self.record.leave_resident():
+            self.reshard(doing="the end of resident()")
 
     def reshard(self, *, doing: str = "reshard()") -> None:
         """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""

@@ -155,10 +155,7 @@ class _Pending(Listener):
 
 
 def _start(runtime: Runtime, units: Sequence[Unit]) -> _Pending:
-    """Reduce the remaining gradients, and start the heartbeat that ends the step.
-
-    Raises StateError where that is not legal.
-    """
+    """Reduce the remaining gradients, and start the heartbeat that ends the step. Raises StateError if that is not legal."""
     reducer = runtime.reducer
     for unit in units:
         _check(unit)
@@ -169,10 +166,9 @@ def _start(runtime: Runtime, units: Sequence[Unit]) -> _Pending:
         with torch.no_grad():
             # Latest first, as in backward; and all units, since another rank may have used one that this rank did not.
             for unit in sorted(units, key=lambda unit: unit.number, reverse=True):
-                for group in unit.groups:
-                    grads = group.take_gradients() if group.trainable else None
-                    unreduced = group.trainable and unit.options.sync_gradients and reducer.is_unreduced(group)
-                    if grads is not None or unreduced:
+                for group in [group for group in unit.groups if group.trainable]:
+                    grads = group.take_gradients()
+                    if grads is not None or (unit.options.sync_gradients and reducer.is_unreduced(group)):
                         reducer.reduce(unit, group, grads or [None] * len(group.parameters), last=True)
             return _Pending(runtime, units, *reducer.start_heartbeats(units))
     except BaseException:
@@ -191,10 +187,7 @@ def _check(unit: Unit) -> None:
             "set_manual_backward_finalization(True) before the forward."
         )
     if unit.refused:
-        raise StateError(
-            f"finalize_backward() was called while the reductions of unit '{unit.name}' from the last call are in "
-            "flight. Call wait() of its handle first."
-        )
+        raise StateError(f"finalize_backward() of unit '{unit.name}' was called while {unit.refused}")
     if not unit.options.reduce.all_reduce and unit.axis.replicas is not None:
         raise StateError(
             f"finalize_backward() was called while unit '{unit.name}' leaves the all-reduce over replicas to a later "

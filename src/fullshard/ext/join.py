@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +50,12 @@ def join(self: FSDPModule) -> Tensor:
     has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)
     try:
         last = _run(unit, order, grad=grad, has_graph=has_graph, alone=alone)
-    except Exception:
+    except BaseException as failure:
+        runtime.recovery.note_interrupt(failure)
         # A forward around this one ends the calls that have begun. Without one they would stay open, and the next forward would
         # count as inside of them.
-        if alone:
+        if alone and isinstance(failure, Exception):
             runtime.recovery.abort_in_progress()
-        raise
-    except BaseException as interrupt:
-        runtime.recovery.note_interrupt(interrupt)
         raise
     runtime.reducer.poll()
     device = runtime.communicator.device
@@ -89,7 +87,7 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
         has_graph = has_graph or any(group.trainable for group in inner.groups)
         had_graph = inner.progress.output_has_graph
         if grad and (has_graph if had_graph is None else had_graph):
-            last = _Joined(inner.number, ended.call, alone)
+            last = _Joined(ended.call, alone)
             _JoinedCalls.of(runtime).add(last)
     return last
 
@@ -131,11 +129,9 @@ def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
         raise StateError(f"join() of unit '{unit.name}' was called inside a backward. Call it where the forward would be.")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Joined:
+class _Joined(NamedTuple):
     """A call in which other ranks compute and this one only takes part in the collectives."""
 
-    unit: int  # its number: a pending call must not keep the model alive
     call: ForwardCall
     alone: bool  # True if it was not part of another unit's forward
 
@@ -157,8 +153,9 @@ class _JoinedCalls(Listener):
     """Joined calls of one runtime with a pending backward. While there are any, it listens to the backwards of the runtime."""
 
     def __init__(self, runtime: Runtime) -> None:
-        # `reached`: starts of the outermost forwards that the running backward has reached
-        self._runtime, self.waiting, self.reached = runtime, list[_Joined](), set[int]()  # `waiting`: the calls, oldest first
+        self._runtime = runtime
+        self.waiting: list[_Joined] = []  # oldest first
+        self.reached: set[int] = set()  # starts of the outermost forwards that the running backward has reached
 
     @classmethod
     def of(cls, runtime: Runtime) -> _JoinedCalls:
@@ -189,37 +186,29 @@ class _JoinedCalls(Listener):
     def on_reset(self, units: Container[int]) -> None:
         """Drop the calls of these units."""
         self.reached.clear()
-        for joined in [joined for joined in self.waiting if joined.unit in units]:
+        for joined in [joined for joined in self.waiting if joined.call.unit in units]:
             self._runtime.scheduler.graph_released(joined.call)
             self.waiting.remove(joined)
 
     def enter(self, *, beyond: int) -> None:
-        """Enter the backwards of the joined calls that ended after `beyond`, a time of the scheduler's clock; -1 for all."""
-        runtime = self._runtime
-        for joined in self._due(beyond):
-            unit = runtime.unit(joined.unit)
-            if unit is not None:
-                runtime.backward.units[unit.number] = unit
-                stale = unit.stale_in_backward(first=False)
-                with torch.no_grad():
-                    runtime.run(runtime.scheduler.before_backward(joined.call, stale=stale))
+        """Enter the backwards of the joined calls that the running backward reached, latest first, as computing ranks do.
 
-    def _due(self, beyond: int) -> Iterator[_Joined]:
-        """Yield the joined calls of the running backward that ended after `beyond`, latest first, as computing ranks do.
-
-        Calls of deleted units are dropped.
+        Calls of deleted units are dropped. `beyond`: a time of the scheduler's clock, after which the calls ended; -1 for all.
         """
-        scheduler, later = self._runtime.scheduler, list[_Joined]()
+        runtime, scheduler, later = self._runtime, self._runtime.scheduler, list[_Joined]()
         while self.waiting and self.waiting[-1].call.end > beyond:
             joined = self.waiting.pop()
-            is_gone = self._runtime.unit(joined.unit) is None or not scheduler.knows(joined.unit)
-            if is_gone or scheduler.start_of_outermost(joined.call) < 0:
-                scheduler.graph_released(joined.call)
+            call, unit = joined.call, runtime.unit(joined.call.unit)
+            if unit is None or not scheduler.knows(call.unit) or scheduler.start_of_outermost(call) < 0:
+                scheduler.graph_released(call)
             elif not self._is_reached(joined):
                 later.append(joined)
             else:
-                scheduler.graph_released(joined.call)
-                yield joined
+                scheduler.graph_released(call)
+                runtime.backward.units[unit.number] = unit
+                stale = unit.stale_in_backward(first=False)
+                with torch.no_grad():
+                    runtime.run(scheduler.before_backward(call, stale=stale))
         self.waiting += reversed(later)
 
     def _is_reached(self, joined: _Joined) -> bool:

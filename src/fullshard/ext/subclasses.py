@@ -56,7 +56,7 @@ class ExtensionBuffer:
     def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
         self._parameter, self._collectives, self._storage = parameter, collectives, storage
         self._dtypes, self._dtype = dtypes, dtypes.compute
-        # Whether the subclass wants its outputs freed after fsdp_post_all_gather, which has copied them, and not at a reshard.
+        # Whether the subclass wants its outputs freed after fsdp_post_all_gather, which copied them; False without that hook.
         self._releases_outs = getattr(parameter.local, _RELEASE, bool)()
         if not isinstance(self._releases_outs, bool):
             raise StateError(

@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
@@ -129,17 +128,15 @@ def fully_shard(  # type: ignore[misc]
     Source: the interface of `torch.distributed.fsdp.fully_shard`; Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054);
     Zhao et al. 2023, PyTorch FSDP (arXiv 2304.11277).
     """
-    modules, ignored = _check_modules(module), _check_ignored(ignored_params)
     if _torch.VERSION > _torch.NEWEST_TRIED:
         warn_once(
             f"torch {torch.__version__} is newer than the torch that this version of fullshard was tested with "
             f"({'.'.join(map(str, _torch.NEWEST_TRIED))}). If something fails, look for a newer version of fullshard."
         )
     options = (reshard_after_forward, shard_placement_fn, states, mp_policy, offload_policy, dp_mesh_dims, comm_policy)
-    arguments = _ResolvedArguments.of(mesh, *options, check_policy, sync)
-    communicator = Runtime.of(arguments.axis.device, comm_policy).communicator
-    with communicator.reporting_exceptions(f"'{type(modules[0]).__name__}' fully_shard()"):
-        _shard(modules, arguments, ignored, frozenset())
+    call = PreparedShard(module, (), ignored_params, mesh, *options, check_policy, sync)
+    with call.runtime.communicator.reporting_exceptions(f"'{type(call.modules[0]).__name__}' fully_shard()"):
+        call.apply()
     return module
 
 
@@ -155,59 +152,27 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-@gc_paused()
-@torch.inference_mode(False)  # version counters show writes, and inference tensors have none
-def _shard(
-    modules: list[nn.Module], arguments: _ResolvedArguments, ignored: Iterable[nn.Parameter], planned: frozenset[int]
-) -> None:
-    """Form one unit from `modules`, and skip the submodules in `planned` (ids), which later units will own."""
-    optimizer_hooks.register()
-    found = _inspect(modules, arguments, ignored, planned)
-    arguments.decided.clear()  # it would keep the memory of the parameters
-    axis, options, refs = arguments.axis, arguments.options, found.refs
-    if options.sync == "broadcast" and (refs or found.managed.buffers):
-        _broadcast_values(modules, arguments, found)
-    # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
-    home = axis.device if not isinstance(options.offload, CPUOffloadPolicy) else torch.device("cpu")
-    for ref in refs:
-        move_data(ref.parameter, home)
-    for _, _, buffer in found.managed.buffers:
-        move_data(buffer, axis.device)
-    with torch.no_grad():
-        counter, given = WriteCounter(), zip(refs, found.decided)
-        new = [ShardedParameter(ref, how, keeps_dtype=keeps, counter=counter) for ref, (how, keeps) in given]
-        unit = make_unit(modules, [*found.ties.take(), *new], axis, options)
-        for parameter, ref in zip(new, refs):
-            replace_with_sharded(parameter, ref.parameter)
-        found.ties.install()
-    for left_alone in ignored:
-        mark_ignored(left_alone)
-    originals = {parameter: ref.parameter for parameter, ref in zip(new, refs)}
-    install_unit(unit, FSDPModule, found.managed.modules, originals)
-    for root in unit.modules:
-        name_units_in(root)
+class PreparedShard:
+    """A call of `fully_shard`, whose arguments are checked when it is made, its module by `check`, and which is applied later.
 
+    `check` and `apply` are collective, and so is the constructor where it creates a process group.
 
-# --- checks, before anything has changed -----------------------------------------------------------------------------
+    Args:
+        module: as in `fully_shard`.
+        units: the modules of all calls that are prepared together. Each call skips the modules of the others.
+        ignored_params: as in `fully_shard`, and so are the other arguments.
 
+    Attributes:
+        modules: the modules that form the unit.
+        runtime: the runtime of the unit.
+    """
 
-@dataclass(frozen=True)
-class _ResolvedArguments:
-    """Resolved arguments of one call of `fully_shard`."""
-
-    axis: ShardAxis
-    options: UnitOptions
-    placement_fn: PlacementFn | None
-    mp_policy: MixedPrecisionPolicy  # includes `param_dtype_override_fn`, which the unit does not keep
-
-    # How each parameter is sharded, and True to all-gather it in its own dtype, whatever the policy. Kept, so that the user's
-    # functions are called once with each parameter, also if the call is prepared first and applied later.
-    decided: dict[nn.Parameter, tuple[ParamSharding, bool]] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
-        mesh: DeviceMesh | None,
+    def __init__(
+        self,
+        module: nn.Module | list[nn.Module],
+        units: Iterable[nn.Module] = (),
+        ignored_params: Iterable[nn.Parameter] | None = None,
+        mesh: DeviceMesh | None = None,
         reshard_after_forward: bool | int | None = None,
         shard_placement_fn: PlacementFn | None = None,
         states: StateSharding = ZERO3,
@@ -217,7 +182,8 @@ class _ResolvedArguments:
         comm_policy: CommPolicy = CommPolicy(),
         check_policy: CheckPolicy = CheckPolicy(),
         sync: str = "check",
-    ) -> _ResolvedArguments:
+    ) -> None:
+        self.modules, self._ignored = _check_modules(module), _check_ignored(ignored_params)
         sync = os.environ.get("FULLSHARD_SYNC", sync) if sync == "check" else sync
         if sync not in _SYNCS:
             raise ValueError(f"sync must be one of {_SYNCS}, got {sync!r}.")
@@ -228,22 +194,112 @@ class _ResolvedArguments:
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}.")
-        mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
-        axis = resolve_mesh(mesh, dp_mesh_dims)
+        self._mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
+        self._axis, self._placement_fn = resolve_mesh(mesh, dp_mesh_dims), shard_placement_fn
         if states.shards_over_replicas:
-            _check_replicas_to_shard(axis)
-        keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, axis.ranks, states)
-        options = UnitOptions(
+            _check_replicas_to_shard(self._axis)
+        keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, self._axis.ranks, states)
+        self._options = UnitOptions(
             keep_after_forward=keep_after_forward,
             subgroup_size=subgroup_size,
             states=states,
-            mp=mp_policy.without_override(),
+            mp=self._mp_policy.without_override(),  # of which each parameter is asked once
             offload=offload_policy,
             comm=comm_policy,
             checks=check_policy,
             sync=sync,
         )
-        return cls(axis, options, shard_placement_fn, mp_policy)
+        self._planned = frozenset(map(id, units))
+        self.runtime = Runtime.of(self._axis.device, comm_policy)
+        # How each parameter is sharded, and True to all-gather it in its own dtype, whatever the policy. Kept, so that the
+        # user's functions are called once with each parameter.
+        self._decided: dict[nn.Parameter, tuple[ParamSharding, bool]] = {}
+
+    def check(self) -> PreparedShard:
+        """Raise the errors of `fully_shard` about this rank's module, which does not change. Collective."""
+        self._inspect()
+        return self
+
+    @gc_paused()
+    @torch.inference_mode(False)  # version counters show writes, and inference tensors have none
+    def apply(self) -> None:
+        """Form one unit. Collective."""
+        optimizer_hooks.register()
+        managed, ties, refs = self._inspect()
+        if self._options.sync == "broadcast" and (refs or managed.buffers):
+            self._broadcast_values(managed, refs)
+        # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
+        home = torch.device("cpu") if isinstance(self._options.offload, CPUOffloadPolicy) else self._axis.device
+        for ref in refs:
+            move_data(ref.parameter, home)
+        for _, _, buffer in managed.buffers:
+            move_data(buffer, self._axis.device)
+        with torch.no_grad():
+            counter, decided = WriteCounter(), [self._decided[ref.parameter] for ref in refs]
+            self._decided.clear()  # it would keep the memory of the parameters
+            new = [ShardedParameter(ref, how, keeps_dtype=keeps, counter=counter) for ref, (how, keeps) in zip(refs, decided)]
+            unit = make_unit(self.modules, [*ties.take(), *new], self._axis, self._options)
+            for parameter, ref in zip(new, refs):
+                replace_with_sharded(parameter, ref.parameter)
+            ties.install()
+        for left_alone in self._ignored:
+            mark_ignored(left_alone)
+        install_unit(unit, FSDPModule, managed.modules, {parameter: ref.parameter for parameter, ref in zip(new, refs)})
+        for root in unit.modules:
+            name_units_in(root)
+
+    def _inspect(self) -> tuple[ManagedTensors, Ties, list[ParamRef]]:
+        """Return the tensors to manage, parameters of other units, and those to shard; raise if one cannot be. Collective.
+
+        It may create process groups, and reshards other units that own some of the parameters. It changes nothing else.
+        """
+        axis, options = self._axis, self._options
+        managed = collect(
+            self.modules,
+            ignored=self._ignored,
+            is_unit=lambda inner: id(inner) in self._planned or unit_of(inner) is not None,
+        )
+        ties = find_ties(self.modules, managed)
+        refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
+        _check_tensors(refs, managed, axis)
+        # Raises for illegal options, and creates process groups, before anything of the model changes.
+        self.runtime.communicator.collectives.of_axis(axis, options)
+        axis = axis_of_all_ranks(axis) if options.states.shards_over_replicas else axis
+        for ref in refs:
+            if ref.parameter not in self._decided:
+                keeps = self._mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
+                self._decided[ref.parameter] = _sharding_of(ref, axis, self._placement_fn), keeps
+        return managed, ties, refs
+
+    def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
+        """Give all ranks the first rank's parameters and buffers. Collective.
+
+        Raises ValueError on every rank if a tensor is on meta on some ranks only.
+        """
+        axis = self._axis
+        self.runtime.update_timeouts(self._options.checks)
+        classes = [type(module).__name__ for module in self.modules]
+        subject = ", ".join(classes)
+        agreement = Agreement(self.runtime.communicator, [axis], UnitName(classes[0]), "fully_shard()", subject)
+        buffers = [(f"buffer '{name}'", buffer) for name, _, buffer in managed.buffers]
+        sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {axis.key: (axis, buffers)}
+        for ref in refs:
+            own = self._decided[ref.parameter][0].axis
+            where = axis if own.is_replicated else own
+            sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
+        for where, named in sets.values():
+            on_meta = torch.tensor([[tensor.device.type == "meta"] for _, tensor in named], dtype=torch.uint8, device="cpu")
+            partly = agreement.on_axis(where).first_unequal(on_meta) if named else None
+            if partly is not None:
+                raise ValueError(
+                    f"sync='broadcast' cannot be applied: {named[partly][0]} is on meta on some ranks and not on others. Call "
+                    "to_empty() on the ranks with meta tensors first."
+                )
+        for where, named in sets.values():
+            agreement.on_axis(where).broadcast(tensor for _, tensor in named)
+
+
+# --- checks, before anything has changed -----------------------------------------------------------------------------
 
 
 def _check_replicas_to_shard(axis: ShardAxis) -> None:
@@ -259,102 +315,6 @@ def _check_replicas_to_shard(axis: ShardAxis) -> None:
             f"dim of size {axis.ranks}, over which ZERO3 shards everything already. Pass a mesh of two dims, or states=ZERO3."
         )
     check_order(axis.mesh, 0)
-
-
-@dataclass(frozen=True)
-class _Inspection:
-    """Parameters that a call of `fully_shard` will shard, and how, and buffers that it will move."""
-
-    managed: ManagedTensors
-    ties: Ties  # parameters that belong to other units already
-    refs: list[ParamRef]  # the parameters to shard
-    decided: list[tuple[ParamSharding, bool]]  # one per entry of `refs`, as in `_ResolvedArguments.decided`
-
-
-def _inspect(
-    modules: list[nn.Module],
-    arguments: _ResolvedArguments,
-    ignored: Iterable[nn.Parameter],
-    planned: frozenset[int],
-) -> _Inspection:
-    """Return the parameters to shard and the buffers to move, or raise an error for any that cannot be. Collective.
-
-    It may create process groups, and reshards other units that own some of the parameters. It changes nothing else.
-    """
-    axis, options = arguments.axis, arguments.options
-    managed = collect(modules, ignored=ignored, is_unit=lambda inner: id(inner) in planned or unit_of(inner) is not None)
-    ties = find_ties(modules, managed)
-    refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
-    _check_tensors(refs, managed, axis)
-    # Raises for illegal options, and creates process groups, before anything of the model changes.
-    Runtime.of(axis.device, options.comm).communicator.collectives.of_axis(axis, options)
-    axis = axis_of_all_ranks(axis) if options.states.shards_over_replicas else axis
-    decided = arguments.decided
-    for ref in refs:
-        if ref.parameter not in decided:
-            keeps = arguments.mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
-            decided[ref.parameter] = _sharding_of(ref, axis, arguments.placement_fn), keeps
-    return _Inspection(managed, ties, refs, [decided[ref.parameter] for ref in refs])
-
-
-class PreparedShard:
-    """A call of `fully_shard`, checked now and applied later.
-
-    The constructor raises the errors of `fully_shard` about this rank's module and options, and changes no module and no
-    parameter. Both it and `apply_prepared` are collective.
-
-    Args:
-        module: as in `fully_shard`.
-        units: the modules of all calls that are prepared together. Each call skips the modules of the others.
-        ignored_params: as in `fully_shard`.
-        mesh: as in `fully_shard`.
-        options: the other options of `fully_shard`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module | list[nn.Module],
-        *,
-        units: Iterable[nn.Module] = (),
-        ignored_params: Iterable[nn.Parameter] = (),
-        mesh: DeviceMesh | None = None,
-        **options: Any,
-    ) -> None:
-        self._modules = _check_modules(module)
-        self._ignored = _check_ignored(ignored_params)
-        self._arguments = _ResolvedArguments.of(mesh, **options)
-        self._planned = frozenset(map(id, units))
-        _inspect(self._modules, self._arguments, self._ignored, self._planned)
-
-    def apply_prepared(self) -> None:
-        """Shard the module. Collective."""
-        _shard(self._modules, self._arguments, self._ignored, self._planned)
-
-
-def _broadcast_values(modules: list[nn.Module], arguments: _ResolvedArguments, found: _Inspection) -> None:
-    """Give all ranks the first rank's parameters and buffers. Collective.
-
-    Raises ValueError on every rank if a tensor is on meta on some ranks only.
-    """
-    axis, runtime = arguments.axis, Runtime.of(arguments.axis.device, arguments.options.comm)
-    runtime.update_timeouts(arguments.options.checks)
-    classes = [type(module).__name__ for module in modules]
-    agreement = Agreement(runtime.communicator, [axis], UnitName(classes[0]), "fully_shard()", ", ".join(classes))
-    buffers = [(f"buffer '{name}'", buffer) for name, _, buffer in found.managed.buffers]
-    sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {axis.key: (axis, buffers)}
-    for ref, (sharding, _) in zip(found.refs, found.decided):
-        where = axis if sharding.axis.is_replicated else sharding.axis
-        sets.setdefault(where.key, (where, []))[1].append((f"parameter '{ref.name}'", ref.parameter))
-    for where, named in sets.values():
-        on_meta = torch.tensor([[tensor.device.type == "meta"] for _, tensor in named], dtype=torch.uint8, device="cpu")
-        partly = agreement.on_axis(where).first_unequal(on_meta) if named else None
-        if partly is not None:
-            raise ValueError(
-                f"sync='broadcast' cannot be applied: {named[partly][0]} is on meta on some ranks and not on others. Call "
-                "to_empty() on the ranks with meta tensors first."
-            )
-    for where, named in sets.values():
-        agreement.on_axis(where).broadcast(tensor for _, tensor in named)
 
 
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:

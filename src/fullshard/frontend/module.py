@@ -238,7 +238,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unit.check_states_may_change(states)
         for unit in units:
             unit.set_states(states)
-        for runtime in {unit.runtime: None for unit in units}:
+        for runtime in dict.fromkeys(unit.runtime for unit in units):
             runtime.unshard_kept([unit for unit in units if unit.runtime is runtime])
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -376,7 +376,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Returns:
             The context manager.
         """
-        return resident(_module(self))
+        return resident(self)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -402,7 +402,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Apply `fn` to the shards, as in `to`, `half` and `to_empty`, then copy them back into the flat shards."""
-        with refreshing_shards(_module(self), require_unit(self), fn):
+        with refreshing_shards(self, require_unit(self), fn):
             _original_class(self)._apply(fn, recurse)
         return self
 
@@ -416,12 +416,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         Source: `torch.nn.Module.zero_grad`.
         """
-        discard_gradients(_module(self), set_to_none=set_to_none)
+        discard_gradients(self, set_to_none=set_to_none)
         _original_class(self).zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a sharded copy with separate units on the same meshes. Raises StateError inside forward or backward."""
-        return from_snapshot(to_snapshot(_module(self), memo))
+        return from_snapshot(to_snapshot(self, memo))
 
     def __copy__(self) -> Any:
         raise StateError(
@@ -430,7 +430,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the structure with this rank's shards, to be loaded on the same rank of an equal mesh."""
-        return from_snapshot, (to_snapshot(_module(self)),)
+        return from_snapshot, (to_snapshot(self),)
 
     def extra_repr(self) -> str:
         """Return the module's own `extra_repr`, followed by the unit: parameters, elements, groups, rank and residency.
@@ -439,7 +439,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             One line of text.
         """
         own = _original_class(self).extra_repr()
-        unit = unit_of(_module(self))  # not `require_unit`: a repr must not wait for collectives, also after an interrupt
+        unit = unit_of(self)  # not `require_unit`: a repr must not wait for collectives, also after an interrupt
         summary = "" if unit is None else unit_summary(unit)
         return f"{own}, {summary}" if own and summary else own or summary
 
@@ -554,10 +554,6 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
                 group.grads.discard()
 
 
-def _module(module: Any) -> nn.Module:
-    return module
-
-
 def _meet(units: Sequence[Unit], doing: str) -> None:
     """Wait for all ranks of these units before `doing` creates process groups, which all of them must do. Collective."""
     for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
@@ -611,17 +607,11 @@ def resident(module: nn.Module) -> Iterator[None]:
         ...     tokens = model.generate(prompt)
     """
     units = units_of(module, True)
-    kept: list[Unit] = []
-    try:
+    with ExitStack() as ends:  # reshards all of them, also if one raises since the caller wrote to it
         for unit in units:
             unit.enter_resident()
-            kept.append(unit)
+            ends.callback(unit.leave_resident)
         yield
-    finally:
-        ended = [unit for unit in kept if unit.record.leave_resident()]
-        with ExitStack() as ends:  # reshards all of them, also if one raises since the caller wrote to it
-            for unit in reversed(ended):
-                ends.callback(unit.reshard, doing="the end of resident()")
 
 
 def any_unit(module: nn.Module) -> Unit:

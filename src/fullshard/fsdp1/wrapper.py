@@ -256,13 +256,13 @@ class FullyShardedDataParallel(nn.Module):
         modules = {name: module.get_submodule(name) for unit in below for name in unit.modules}
         chosen_ids = set(map(id, modules.values()))
         if not _is_list(module, collect([module], ignored=given.ignored, is_unit=lambda inner: id(inner) in chosen_ids)):
-            PreparedShard(module, **given.options)
+            PreparedShard(module, **given.options).check()
         arguments_of = {name: given.overridden(unit.options, name) for unit in below for name in unit.modules}
         for name in kept:
             arguments_of[name]["mixed_precision"] = None
         # Check the arguments of all wrappers before the first module changes: an error must leave the model as it was.
         for name, arguments in arguments_of.items():
-            PreparedShard(modules[name], **FSDP1Arguments(modules[name], **arguments).options)
+            PreparedShard(modules[name], **FSDP1Arguments(modules[name], **arguments).options).check()
         for name, arguments in arguments_of.items():
             inner = modules[name]
             wrapper = type(self)(inner, **arguments)

@@ -116,9 +116,8 @@ def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedS
     """
     pickles, memo = memo is None, {} if memo is None else memo
     inside = {id(module) for module in root.modules()}
-    units = [
-        unit for unit in units_below([root]) if not any(id(module) in memo for module in unit.modules)
-    ]  # else copied already
+    # Without those that are copied already.
+    units = [unit for unit in units_below([root]) if not any(id(module) in memo for module in unit.modules)]
     for unit in units:
         unit.ensure_sharded(doing="copying or pickling")
         unit.refresh()
@@ -134,11 +133,11 @@ def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedS
                 memo[id(parameter.sharded)] = parameter.sharded
             elif id(parameter.sharded) not in memo:  # else an optimizer was copied before the model
                 memo[id(parameter.sharded)] = clone_shard(parameter)
-    mixins = [getattr(type(unit.modules[0]), _PARTS, (None, None))[0] for unit in units]
     with with_original_classes(units):
         plain = copy.deepcopy(root, memo)
     parts: list[UnitSnapshot] = []
-    for unit, mixin in zip(units, mixins):
+    for unit in units:
+        mixin = getattr(type(unit.modules[0]), _PARTS, (None, None))[0]
         copies = [memo[id(module)] for module in unit.modules]
         remove_hooks_from_copies(unit, memo)
         for module in copies:

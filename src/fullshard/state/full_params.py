@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core import (
-    ShardedParameter,
-    Unit,
-    all_gather_full,
-    units_of,
-    write_unsharded,
-)
+from fullshard.core import ShardedParameter, Unit, all_gather_full, units_of, write_unsharded
 from fullshard.errors import StateError, check_bool
 
 
@@ -83,10 +77,29 @@ def full_params(
         unit.shows_plain = True
     # The names of the calls have the options, so ranks with other options raise, and name them.
     doing = f"full_params(write={write}, rank0_only={rank0_only}, grads={grads}, dtype={dtype})"
+
+    def install(unit: Unit) -> None:
+        """All-gather the parameters of a unit one by one, and register plain, unsharded ones."""
+        agreement = unit.agreement(doing)
+        for parameter in unit.parameters:
+            sharded: Any = parameter.sharded
+            whole, grad = all_gather_full(agreement, parameter.sharding, sharded), None
+            if grads and sharded.grad is not None:
+                named = unit.agreement(f"full_params(grads=True), gradient of '{parameter.name}',")
+                grad = all_gather_full(named, parameter.sharding, sharded.grad)
+            # Only after the all-gathers: every rank must take part in them.
+            if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
+                continue
+            plain = nn.Parameter(whole.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
+            if grad is not None:
+                plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
+            installed.append((parameter, plain, plain.shape))  # before the next all-gather, which may raise
+            parameter.install_plain(plain)
+
     try:
         with torch.no_grad():
             for unit in units:
-                _install_full(unit, installed, doing, rank0_only=rank0_only, grads=grads, dtype=dtype, device=device)
+                install(unit)
         has_begun = True
         yield module
     except BaseException:
@@ -119,36 +132,3 @@ def full_params(
                     write_unsharded(parameter, plain, grad=grads)
                 for unit in units:
                     unit.refresh(assigned=True)  # shards that were on meta
-
-
-def _install_full(
-    unit: Unit,
-    installed: list[tuple[ShardedParameter, nn.Parameter, torch.Size]],
-    doing: str,
-    *,
-    rank0_only: bool,
-    grads: bool,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> None:
-    """All-gather the parameters of a unit one by one, and register plain, unsharded ones.
-
-    Each one is appended to `installed` before the next all-gather, so that after an error the caller can restore the sharded
-    parameters.
-    """
-    agreement = unit.agreement(doing)
-    for parameter in unit.parameters:
-        sharded: Any = parameter.sharded
-        whole = all_gather_full(agreement, parameter.sharding, sharded)
-        grad = None
-        if grads and sharded.grad is not None:
-            named = unit.agreement(f"full_params(grads=True), gradient of '{parameter.name}',")
-            grad = all_gather_full(named, parameter.sharding, sharded.grad)
-        # Only after the all-gathers: every rank must take part in them.
-        if rank0_only and any(coordinate != 0 for coordinate in parameter.sharding.mesh.get_coordinate() or ()):
-            continue
-        plain = nn.Parameter(whole.to(dtype=dtype, device=device), requires_grad=parameter.requires_grad)
-        if grad is not None:
-            plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
-        installed.append((parameter, plain, plain.shape))
-        parameter.install_plain(plain)

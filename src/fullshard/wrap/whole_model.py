@@ -234,12 +234,12 @@ def shard_model(
             ignored_params=ignored,
             mesh=mesh,
             **{**options, **unit.options},
-        )
+        ).check()
         for unit in plan.units
     ]
     # All units have been checked: from here on modules change.
     for one in prepared:
-        one.apply_prepared()
+        one.apply()
     return plan
 
 
