@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -197,7 +198,7 @@ def test_messages_are_those_of_the_plan(world: World) -> None:
         optimizer.zero_grad()
     plan = plan_owners(((str(index), parameter) for index, parameter in enumerate(matrices(sharded))), world.size)
     assert [message.kind for message in messages] == ["all_to_all", "all_to_all", "talk"], "one bucket, and one agreement"
-    own = sum(m.shard_numel(world.size, owner) for m, owner in zip(plan.matrices, plan.owners) if owner == world.rank)
+    own = sum(prod(m.shard_shape(world.size, owner)) for m, owner in zip(plan.matrices, plan.owners) if owner == world.rank)
     assert sum(message.nbytes for message in messages[:2]) == plan.sent_nbytes(world.rank) + 2 * 2 * own
 
 

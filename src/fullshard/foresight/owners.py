@@ -40,7 +40,7 @@ class OwnerStep:
     def states(self) -> tuple[int, ...]:
         """Bytes of the shard of each momentum buffer."""
         return tuple(
-            matrix.shard_numel(plan.ranks, 0) * dtype.itemsize
+            prod(matrix.shard_shape(plan.ranks, 0)) * dtype.itemsize
             for plan, dtypes in zip(self.plans, self.dtypes)
             for matrix, dtype in zip(plan.matrices, dtypes)
         )

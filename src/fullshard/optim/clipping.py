@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,46 +36,29 @@ def _by_dtype_and_device(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, t
     return by_kind
 
 
-def _norms(tensors: list[Tensor], power: float) -> list[Tensor]:
-    """Return the norm of each tensor, grouped by dtype and device, on the device of the first tensor."""
-    norms: list[Tensor] = []
-    for (dtype, _), same in _by_dtype_and_device(tensors).items():
-        # Half precision: the norm overflows in float16 and loses its digits in bfloat16.
-        half = dtype in (torch.bfloat16, torch.float16)
-        norms += torch._foreach_norm(same, power, torch.float32) if half else torch._foreach_norm(same, power)
-    return [norm.to(tensors[0].device) for norm in norms]
-
-
-def _sharding_groups(grad: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of the mesh dims that `grad` is sharded over. Reducing over them counts each element once."""
-    if not isinstance(grad, DTensor):
-        return ()
-    mesh = grad.device_mesh
-    dims = [axis for axis, placement in enumerate(grad.placements) if _torch.is_shard(placement) and mesh.size(axis) > 1]
-    return tuple(mesh.get_group(axis) for axis in dims)
-
-
 NormGroups = tuple[str | None, tuple[dist.ProcessGroup, ...]]
 """(device type, process groups) of the all-reduce of a gradient's norm; (None, ()) for plain tensors."""
 
 
 def _norm_groups(tensor: Tensor) -> NormGroups:
-    """Return the device type and process groups to reduce the norm of `tensor` over."""
-    return (tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None), _sharding_groups(tensor)
+    """Return the groups of the mesh dims that `tensor` is sharded over. Reducing over them counts each element once."""
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    mesh = tensor.device_mesh
+    dims = [axis for axis, placement in enumerate(tensor.placements) if _torch.is_shard(placement) and mesh.size(axis) > 1]
+    return mesh.device_type, tuple(mesh.get_group(axis) for axis in dims)
 
 
 # Cached, because the parameters of a group keep their placements, and a lookup for each would cost time in every step.
 _COMMON_NORM_GROUPS: weakref.WeakKeyDictionary[ParamGroup, NormGroups | None] = weakref.WeakKeyDictionary()
-_UNKNOWN: Any = object()
 
 
 def _common_norm_groups(group: ParamGroup) -> NormGroups | None:
     """Return the norm groups that all parameters of a group have; None if they differ, as with tensor parallelism."""
-    known = _COMMON_NORM_GROUPS.get(group, _UNKNOWN)
-    if known is _UNKNOWN:
+    if group not in _COMMON_NORM_GROUPS:
         distinct = {_norm_groups(parameter.sharded) for parameter in group.parameters}
-        known = _COMMON_NORM_GROUPS[group] = distinct.pop() if len(distinct) == 1 else None
-    return known
+        _COMMON_NORM_GROUPS[group] = distinct.pop() if len(distinct) == 1 else None
+    return _COMMON_NORM_GROUPS[group]
 
 
 class _Gradients:
@@ -110,9 +92,14 @@ class _Gradients:
             if part is not None and id(part[1]) not in listed:
                 listed.add(id(part[1]))
                 self.parts.append(part)
-            elif part is None and tensor.grad is not None:
-                _check_not_partial(tensor.grad)
-                self.parts.append((_norm_groups(tensor.grad), to_local(tensor.grad)))
+            elif part is None and (grad := tensor.grad) is not None:
+                if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+                    raise ValueError(
+                        "clip_grad_norm_ takes gradients that are sharded, replicated or plain, got a DTensor of shape "
+                        f"{tuple(grad.shape)} with placements {grad.placements}, which is not reduced yet. redistribute() it "
+                        "first."
+                    )
+                self.parts.append((_norm_groups(grad), to_local(grad)))
 
 
 def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], grads: _Gradients, call: str, *, maximum: bool) -> None:
@@ -232,15 +219,6 @@ def _check_copies(parameters: Sequence[Tensor], logical: Sequence[ShardedParamet
         )
 
 
-def _check_not_partial(tensor: Tensor) -> None:
-    """Raise ValueError for a DTensor with a `Partial` placement."""
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(
-            "clip_grad_norm_ takes gradients that are sharded, replicated or plain, got a DTensor of shape "
-            f"{tuple(tensor.shape)} with placements {tensor.placements}, which is not reduced yet. redistribute() it first."
-        )
-
-
 def _total_norm(grads: _Gradients, power: float, call: str) -> Tensor:
     """Return the p-norm of gradients over all ranks, each element counted once, on the device of the first part."""
     parts = grads.parts
@@ -253,10 +231,12 @@ def _total_norm(grads: _Gradients, power: float, call: str) -> Tensor:
         # Sums of squares would lose their digits in bfloat16. A rank without elements must use the same dtype as the others,
         # so the dtype is taken before empty shards are dropped.
         wide = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
-        shards = [shard for shard in shards if shard.numel()]
-        norms = torch.zeros(1, dtype=wide, device=device)
-        if shards:
-            norms = torch.stack([norm.to(device, wide) for norm in _norms(shards, power)])
+        listed: list[Tensor] = []
+        for (dtype, _), same in _by_dtype_and_device(shard for shard in shards if shard.numel()).items():
+            # Half precision: the norm overflows in float16 and loses its digits in bfloat16.
+            half = dtype in (torch.bfloat16, torch.float16)
+            listed += torch._foreach_norm(same, power, torch.float32) if half else torch._foreach_norm(same, power)
+        norms = torch.stack([norm.to(device, wide) for norm in listed] or [torch.zeros((), dtype=wide, device=device)])
         part = norms.max() if power == torch.inf else norms.pow(power).sum()
         # The all-reduce needs a tensor on the device type of the process group's backend.
         part = part.to(device if device_type is None or device_type == device.type else device_type)

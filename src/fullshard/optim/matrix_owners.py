@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core import ShardedParameter, current_parameter, logical_parameters, to_local
 from fullshard.errors import check_bool, check_float_dtype
-from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, TensorParallelBlocks, copy_into
-from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
+from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, copy_into
+from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_of_some, plan_owners
 from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, is_same, pieces_of, placement_error
 
 
@@ -39,8 +39,6 @@ def plan_of(pieces: Sequence[Piece], dtype: torch.dtype, cost: Cost | None) -> O
 class CachedExchange:
     """The exchange of pieces of one mesh, made anew when they are others than in the call before."""
 
-    __slots__ = ("_among", "_batched", "_cost", "_doing", "_dtype", "_exchange", "_pieces")
-
     def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
         self._doing, self._dtype, self._cost, self._batched = doing, dtype, cost, batched
         self._pieces: list[Piece] = []
@@ -48,38 +46,37 @@ class CachedExchange:
         self._exchange: OwnerExchange | None = None
 
     def of(self, pieces: Sequence[Piece], *, among: Sequence[Piece] | None = None) -> OwnerExchange:
-        """Return the exchange of some pieces. Collective, unless they have the owners and buckets of the call before.
+        """Return the exchange of pieces of one mesh. Collective, unless they have the owners and buckets of the call before.
 
-        Args:
-            pieces: the pieces, all of one mesh.
-            among: more pieces, in the same order. Owners are planned for all of these, so that an owner does not depend on the
-                pieces that take part in one step. None to plan the owners of `pieces` alone.
+        `among`: more pieces, in the same order. Owners are planned for all of these, so that an owner does not depend on the
+        pieces that take part in one step. None to plan the owners of `pieces` alone.
         """
         among = pieces if among is None else among
         if self._exchange is None or not (is_same(pieces, self._pieces) and is_same(among, self._among)):
             plan = plan_of(among, self._dtype, self._cost)
             if among is not pieces:
                 taken = set(map(id, pieces))
-                plan = plan.only([index for index, piece in enumerate(among) if id(piece) in taken])
+                plan = plan_of_some(plan, [index for index, piece in enumerate(among) if id(piece) in taken])
             # One rank alone may have listed its pieces again. To make an exchange is collective, and the others make none. So
             # it is kept if the plan is equal.
-            if self._exchange is None or not self._exchange.serves(plan, pieces[0].unit):
-                self._exchange = self._made(pieces, plan)
+            first = pieces[0]
+            if self._exchange is None or not self._exchange.serves(plan, first.unit):
+                self._exchange = OwnerExchange(
+                    plan,
+                    first.unit,
+                    first.parameter.sharding.axis,
+                    self._dtype,
+                    self._doing,
+                    tensor_parallel=first.tensor_parallel,
+                    wholes=() if first.tensor_parallel is None else [piece.whole for piece in pieces],
+                    batched=self._batched,
+                )
             self._pieces, self._among = list(pieces), list(among)
         return self._exchange
-
-    def _made(self, pieces: Sequence[Piece], plan: OwnerPlan) -> OwnerExchange:
-        first = pieces[0]
-        over = first.tensor_parallel
-        blocks = None if over is None else TensorParallelBlocks(over, [piece.whole for piece in pieces])
-        axis, batched = first.parameter.sharding.axis, self._batched
-        return OwnerExchange(plan, first.unit, axis, self._dtype, self._doing, blocks=blocks, batched=batched)
 
 
 class Exchanges:
     """The cached exchanges of one caller, one per mesh, which run one after the other."""
-
-    __slots__ = ("_by_mesh", "_groups", "_new", "_pieces")
 
     def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
         self._new = partial(CachedExchange, doing, dtype, cost, batched=batched)
@@ -179,7 +176,7 @@ class MatrixOwners:
             self._logical, self._pieces = logical, []
             for index, one in enumerate(logical):
                 if one is not None:
-                    self._pieces += [(index, piece) for piece in pieces_of(one, self._splits.of(one))]
+                    self._pieces += [(index, piece) for piece in pieces_of(one, self._splits.of(one.sharded))]
 
     @property
     def plans(self) -> list[OwnerPlan]:
@@ -244,7 +241,7 @@ class MatrixOwners:
 
     def _of_plain(self, function: Callable[[Tensor, Any], Tensor], index: int, whole: Tensor) -> Tensor:
         """Return the function's results for a parameter that is not sharded, or for its pieces."""
-        how = self._splits.of_plain(self._parameters[index])
+        how = self._splits.of(self._parameters[index])
         dim, ranges = (0, [range(whole.shape[0])]) if how is None else (how.dim, how.ranges(whole.shape, name=""))
         parts = []
         for rows in ranges:

@@ -171,7 +171,7 @@ class MuonStep:
         return pieces
 
     def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:
-        how = None if self._splits is None else self._splits.of(parameter)
+        how = None if self._splits is None else self._splits.of(parameter.sharded)
         if how is not None:
             return pieces_of(parameter, how)
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, StartedWork, Unit
-from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_owners
+from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 
 Shape = tuple[int, ...]
 
@@ -45,8 +45,6 @@ class Route:
 class Routes:
     """The routes of all buckets of a plan for one rank, and the memory of the results."""
 
-    __slots__ = ("buckets", "orders", "results_numel", "shapes")
-
     def __init__(self, plan: OwnerPlan, rank: int, replica: int) -> None:
         """`rank`: index among the shards. `replica`: that of this rank."""
         # for each replica, its matrices by bucket and owner: the order of this rank's parts of the results
@@ -65,10 +63,8 @@ class Routes:
 
 def _order(plan: OwnerPlan, replica: int, buckets: Iterable[Sequence[int]]) -> list[int]:
     """Return the matrices that a replica owns, by bucket and owner."""
-    ordered: list[int] = []
-    for bucket in buckets:
-        ordered += sorted(plan.of_replica(replica, bucket), key=lambda index: (plan.owners[index], index))
-    return ordered
+    ordered = (index for bucket in buckets for index in sorted(bucket, key=lambda index: (plan.owners[index], index)))
+    return [index for index in ordered if plan.owners[index] // plan.ranks == replica]
 
 
 def _route(plan: OwnerPlan, rank: int, replica: int, bucket: Sequence[int], start: int) -> Route:
@@ -99,23 +95,11 @@ def numel_of(shapes: Iterable[Shape]) -> int:
     return sum(map(prod, shapes))
 
 
-_KIND = "all_to_all"  # `Message.kind` of these collectives
-
-
 Fill = Callable[[Sequence[int], Sequence[Tensor]], None]
 """`fill(indices, places)` writes this rank's shard of matrix `indices[i]` into `places[i]`, which has its shape."""
 
 OnOwner = Callable[[Sequence[int], list[Tensor]], Sequence[Tensor]]
 """`function(indices, wholes)` returns a tensor of the same shape for each whole matrix. It may overwrite `wholes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParallelBlocks:
-    """Tensor parallelism: owners have blocks of matrices, and exchange them over the tensor-parallel axis."""
-
-    axis: ShardAxis
-    # for each block the matrix that the blocks of all tensor-parallel ranks form, sharded over `axis`
-    matrices: Sequence[Matrix]
 
 
 class OwnerExchange:
@@ -139,7 +123,10 @@ class OwnerExchange:
         dtype: torch.dtype,  # of the messages and of the function's results
         doing: str,  # the call that needs the exchange, for errors
         *,
-        blocks: TensorParallelBlocks | None = None,  # for tensor parallelism, the matrices whose blocks `plan` distributes
+        # Tensor parallelism: `plan` distributes blocks of matrices, which their owners exchange over this axis. `wholes`: for
+        # each block the matrix that the blocks of all tensor-parallel ranks form.
+        tensor_parallel: ShardAxis | None = None,
+        wholes: Sequence[Matrix] = (),
         batched: bool = False,  # compute matrices of equal shape in a bucket together
         # Inside of another exchange, over the tensor-parallel axis. The outer one compares plans and confirms for both: ranks
         # with the same shard of the outer axis derive the inner plan from the same route.
@@ -154,31 +141,24 @@ class OwnerExchange:
         self._in_flight: dict[CollectiveCall, Tensor] = {}  # by call: the memory it is sent from
         self._replica = 0 if axis.replicas is None else axis.replicas.rank
         self._routes = Routes(plan, axis.rank, self._replica)
-        axes = [axis] if blocks is None else [axis, blocks.axis]
+        axes = [axis] if tensor_parallel is None else [axis, tensor_parallel]
         self.is_on_one_rank = all(one.ranks * one.replica_count == 1 for one in axes)
         self._agrees = not (is_inner or self.is_on_one_rank)
         self._agreement = Agreement(communicator, axes, unit.unit_name, doing, f"{unit.global_id} {doing}")
-        content = f"{plan.digest} {dtype} {batched} {() if blocks is None else blocks.matrices}"
+        content = f"{plan.digest} {dtype} {batched} {wholes}"
         if self._agrees and not self._agreement.all_equal(content.encode()):
             raise ValueError(
                 f"{doing}: the ranks have different matrices, or give them different costs. Pass the same parameters and "
                 "options on all ranks, and run the same backward on all of them, so that the same parameters have gradients."
             )
         self._inner: list[OwnerExchange] | None = None  # of each bucket
-        if blocks is not None:
-            self._inner = [
-                OwnerExchange(
-                    self._plan_of_blocks(route, blocks), unit, blocks.axis, dtype, doing, batched=batched, is_inner=True
-                )
-                for route in self._routes.buckets
-            ]
-
-    def _plan_of_blocks(self, route: Route, blocks: TensorParallelBlocks) -> OwnerPlan:
-        """Return the plan of a bucket's blocks over the tensor-parallel axis."""
-        costs: dict[Matrix, float] = {blocks.matrices[index]: self.plan.costs[index] for index in route.owned}
-        known: Cost = costs.__getitem__
-        every = [blocks.matrices[index] for index in route.owned]
-        return plan_owners(every, blocks.axis.ranks, replicas=1, cost=known, itemsize=self.plan.itemsize)
+        if tensor_parallel is not None:
+            self._inner = []
+            for route in self._routes.buckets:
+                every = [wholes[index] for index in route.owned]
+                costs = {wholes[index]: plan.costs[index] for index in route.owned}
+                inner = plan_owners(every, tensor_parallel.ranks, cost=costs.__getitem__, itemsize=plan.itemsize)
+                self._inner.append(OwnerExchange(inner, unit, tensor_parallel, dtype, doing, batched=batched, is_inner=True))
 
     def serves(self, plan: OwnerPlan, unit: Unit) -> bool:
         """Return True if an exchange made anew for this plan would be equal, so that this one can be used."""
@@ -388,7 +368,7 @@ class OwnerExchange:
         # The built-in collectives, since custom ones need not implement all_to_all.
         collectives: Any = communicator.collectives.of_process_group(group)
         all_to_all = partial(collectives.all_to_all, received, sent, received_sizes, sent_sizes)
-        start = self._counted(_KIND, sent, self.plan.ranks, all_to_all)
+        start = self._counted("all_to_all", sent, self.plan.ranks, all_to_all)
         call = communicator.send(communicator.all_gather_stream, self._fingerprints, action, start)
         self._in_flight[call] = sent
         return call

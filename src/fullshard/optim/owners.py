@@ -89,18 +89,6 @@ class Matrix:
         """
         return (*self.shape[: self.dim], len(self.rows(ranks, rank)), *self.shape[self.dim + 1 :])
 
-    def shard_numel(self, ranks: int, rank: int) -> int:
-        """Return the number of elements of the shard of one rank.
-
-        Args:
-            ranks: number of ranks over which the parameter is sharded.
-            rank: the rank among them, from 0.
-
-        Returns:
-            Elements; 0 if the rank has no rows of the matrix.
-        """
-        return prod(self.shard_shape(ranks, rank))
-
     def holder(self, ranks: int) -> int | None:
         """Return the rank that has the whole matrix.
 
@@ -160,38 +148,6 @@ class OwnerPlan:
         total = sum(loads)
         return max(loads) * len(loads) / total if total else 1.0
 
-    def of_replica(self, replica: int, indices: Sequence[int] | None = None) -> list[int]:
-        """Return the indices of the matrices that a replica owns.
-
-        Args:
-            replica: the replica, from 0.
-            indices: the matrices to choose from; None for all.
-
-        Returns:
-            The indices, in the order of `indices`.
-        """
-        chosen = range(len(self.matrices)) if indices is None else indices
-        return [index for index in chosen if self.owners[index] // self.ranks == replica]
-
-    def only(self, indices: Sequence[int]) -> OwnerPlan:
-        """Return the plan of some of the matrices, with the same owners.
-
-        Args:
-            indices: the matrices, in ascending order.
-
-        Returns:
-            The plan. Its buckets are those of this plan without the other matrices.
-        """
-        place = {index: number for number, index in enumerate(indices)}
-        buckets = (tuple(place[index] for index in bucket if index in place) for bucket in self.buckets)
-        return replace(
-            self,
-            matrices=tuple(self.matrices[index] for index in indices),
-            costs=tuple(self.costs[index] for index in indices),
-            owners=tuple(self.owners[index] for index in indices),
-            buckets=tuple(bucket for bucket in buckets if bucket),
-        )
-
     def sent_nbytes(self, rank: int, replica: int = 0) -> int:
         """Return the bytes that a rank sends to other ranks in a step: to owners, back, and to other replicas.
 
@@ -203,11 +159,11 @@ class OwnerPlan:
             Bytes, with the padding of the all-gather over replicas, which all send as much as the one with the most.
         """
         numel = 0
-        for index in self.of_replica(replica):
-            matrix, owner = self.matrices[index], self.owners[index] % self.ranks
-            mine = matrix.shard_numel(self.ranks, rank)
-            numel += prod(matrix.shape) - mine if owner == rank else mine
-        return numel * self.itemsize + (self.replicas - 1) * self.results_nbytes(rank) // self.replicas
+        for matrix, owner in zip(self.matrices, self.owners):
+            if owner // self.ranks == replica:
+                mine = prod(matrix.shard_shape(self.ranks, rank))
+                numel += prod(matrix.shape) - mine if owner % self.ranks == rank else mine
+        return numel * self.itemsize + (self.replicas - 1) * self._results_nbytes(rank) // self.replicas
 
     def peak_nbytes(self, rank: int, replica: int = 0) -> int:
         """Return the bytes that an exchange allocates at most on a rank.
@@ -232,42 +188,28 @@ class OwnerPlan:
         for name, value, count in (("rank", rank, self.ranks), ("replica", replica, self.replicas)):
             if check_int(name, value, least=0) >= count:
                 raise ValueError(f"{name} must be below {count}, got {value}.")
-        slots = [self._slots(bucket)[rank + self.ranks * replica] for bucket in self.buckets]
-        around = [sum(slots[max(0, number - 1) : number + 2]) for number in range(len(slots))]
-        copied = []
+        slots, copied = [], []  # elements of each bucket: of the matrices that arrive, and of one that is copied
         for bucket in self.buckets:
             owned = [self.matrices[index] for index in bucket if self.owners[index] == rank + self.ranks * replica]
+            numels = [prod(matrix.shape) for matrix in owned]
+            slots.append(sum(numels))
             is_view = len(owned) == 1 and owned[0].dim == 0  # the shards that arrived, in rank order, are the matrix
-            copied.append(0 if is_view else max((prod(matrix.shape) for matrix in owned), default=0) * self.itemsize)
-        return self.results_nbytes(rank) + max(map(sum, zip(around, copied)), default=0)
+            copied.append(0 if is_view else max(numels, default=0))
+        held = (sum(slots[max(0, number - 1) : number + 2]) + copied[number] for number in range(len(slots)))
+        return self._results_nbytes(rank) + max(held, default=0) * self.itemsize
 
-    def results_nbytes(self, rank: int) -> int:
-        """Return the bytes of a rank's shards of all matrices, in the dtype of the messages.
-
-        Args:
-            rank: its index among the shards, from 0.
-
-        Returns:
-            Bytes. With replicas, each has as much room as the largest needs.
-        """
-        shards = (
-            sum(self.matrices[index].shard_numel(self.ranks, rank) for index in self.of_replica(replica))
-            for replica in range(self.replicas)
-        )
-        return self.replicas * max(shards) * self.itemsize
+    def _results_nbytes(self, rank: int) -> int:
+        """Return the bytes of a rank's shards of all matrices. With replicas, each has as much room as the largest needs."""
+        numels = [0] * self.replicas
+        for matrix, owner in zip(self.matrices, self.owners):
+            numels[owner // self.ranks] += prod(matrix.shard_shape(self.ranks, rank))
+        return self.replicas * max(numels) * self.itemsize
 
     @property
     def digest(self) -> str:
         """Hash of the plan, to compare it between ranks."""
         parts = self.ranks, self.replicas, self.matrices, self.owners, self.buckets, self.itemsize
         return hashlib.sha1(repr(parts).encode()).hexdigest()[:16]
-
-    def _slots(self, bucket: Sequence[int]) -> list[int]:
-        """Return the bytes of a bucket's matrices on each owner."""
-        held = [0] * (self.ranks * self.replicas)
-        for index in bucket:
-            held[self.owners[index]] += prod(self.matrices[index].shape) * self.itemsize
-        return held
 
     def __str__(self) -> str:
         places = [(rank, replica) for replica in range(self.replicas) for rank in range(self.ranks)]
@@ -340,6 +282,19 @@ def plan_owners(
     owners = _owners(found, costs, longest_first, ranks, replicas)
     buckets = _buckets(found, owners, longest_first, max(1, bucket_nbytes // itemsize))
     return OwnerPlan(ranks, replicas, found, costs, tuple(owners), buckets, itemsize)
+
+
+def plan_of_some(plan: OwnerPlan, indices: Sequence[int]) -> OwnerPlan:
+    """Return the plan of some matrices, in ascending order, with the owners and the buckets that they have in `plan`."""
+    place = {index: number for number, index in enumerate(indices)}
+    buckets = (tuple(place[index] for index in bucket if index in place) for bucket in plan.buckets)
+    return replace(
+        plan,
+        matrices=tuple(plan.matrices[index] for index in indices),
+        costs=tuple(plan.costs[index] for index in indices),
+        owners=tuple(plan.owners[index] for index in indices),
+        buckets=tuple(bucket for bucket in buckets if bucket),
+    )
 
 
 def _matrix(name: str, value: Any) -> Matrix:

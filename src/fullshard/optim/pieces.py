@@ -245,13 +245,9 @@ class Splits:
                     "again, or make a new optimizer of its pieces."
                 )
 
-    def of(self, parameter: ShardedParameter) -> Pieces | None:
-        """Return how a parameter is split; None for one matrix."""
-        return next((pieces for tensor, pieces in self._pieces if current_parameter(tensor) is parameter.sharded), None)
-
-    def of_plain(self, tensor: Tensor) -> Pieces | None:
-        """Return the split of a plain parameter that replaced a sharded one; None for one matrix."""
-        return next((pieces for key, pieces in self._pieces if current_parameter(key) is tensor), None)
+    def of(self, parameter: Tensor) -> Pieces | None:
+        """Return how a sharded parameter, or a plain one that replaced it, is split; None for one matrix."""
+        return next((pieces for tensor, pieces in self._pieces if current_parameter(tensor) is parameter), None)
 
 
 def placement_error(spec: Any, parameter: ShardedParameter) -> str:

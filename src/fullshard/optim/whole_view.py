@@ -230,7 +230,7 @@ class _WholeView:
         # Parameters that are still there keep their pieces, so that meshes of which nothing changed need no check of states:
         # ranks of other meshes would not take part in it.
         known = self._pieces
-        self._pieces = {one: known.get(one) or pieces_of(one, self._splits.of(one)) for one in logical}
+        self._pieces = {one: known.get(one) or pieces_of(one, self._splits.of(one.sharded)) for one in logical}
         found: dict[object, list[Piece]] = {}
         for parameter, pieces in self._pieces.items():
             for piece in pieces:
