@@ -27,7 +27,8 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
     else:
-        names = [name for cls in type(tensor).__mro__ for name in _slots(cls)] + list(vars(tensor))
+        slots: list[Any] = [vars(cls).get("__slots__", ()) for cls in type(tensor).__mro__]
+        names = [name for one in slots for name in ((one,) if isinstance(one, str) else one)] + list(vars(tensor))
     parts = [getattr(tensor, name, None) for name in names]
     return [inner for part in parts if isinstance(part, Tensor) and part is not tensor for inner in inner_tensors(part)]
 
@@ -47,11 +48,6 @@ def values_of(tensor: Tensor) -> Tensor | None:
     found = inner_tensors(tensor)
     fits = len(found) == 1 and found[0].shape == tensor.shape and found[0].dtype == tensor.dtype
     return found[0] if fits and found[0].is_contiguous() else None
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots: Any = vars(cls).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def version_of_memory(tensor: Tensor) -> int:

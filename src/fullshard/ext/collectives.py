@@ -6,7 +6,6 @@ They are adapters of the backend's collectives (`UnitOptions.gather_adapter` and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,33 +24,28 @@ ReduceScatter = _torch.ReduceScatter
 """FSDP2's own abstract classes of a custom collective and the memory it works on. docs/api/collectives.md describes them."""
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """Makes the custom collectives of a process group out of those of its backend."""
-
-    memory: Allocate | None = None  # allocates the memory of messages
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
-
-    def __call__(self, inner: Collectives, group: dist.ProcessGroup) -> Collectives:
-        """Return the collectives of `group`, of which `inner` are the backend's."""
-        return CustomCollectives(inner, group, self)
-
-
 class CustomCollectives:
     """A custom all-gather or reduce-scatter, in memory from the caller; other collectives are those of `inner`.
 
     All parameters are packed, so that each all-gather and each reduce-scatter is one message in that memory.
     """
 
-    def __init__(self, inner: Collectives, group: dist.ProcessGroup, given: Adapter) -> None:
-        self._inner, self._group, self._gather, self._reduce = inner, group, given.all_gather, given.reduce_scatter
+    def __init__(
+        self,
+        inner: Collectives,
+        group: dist.ProcessGroup,
+        *,
+        all_gather: AllGather | None = None,
+        reduce_scatter: ReduceScatter | None = None,
+        memory: Allocate | None = None,
+    ) -> None:
+        self._inner, self._group, self._gather, self._reduce = inner, group, all_gather, reduce_scatter
         self.ranks, self.rank = inner.ranks, inner.rank
         self.all_reduce, self.all_reduce_max = inner.all_reduce, inner.all_reduce_max
         # No direct all-gathers: custom collectives work only on memory from their `allocate`.
         self.direct_min_bytes, self.in_order = float("inf"), False
-        self.gather_memory: Allocate | None = given.memory if self._gather is None else self._gather.allocate
-        self.reduce_memory: Allocate | None = given.memory if self._reduce is None else self._reduce.allocate
+        self.gather_memory: Allocate | None = memory if all_gather is None else all_gather.allocate
+        self.reduce_memory: Allocate | None = memory if reduce_scatter is None else reduce_scatter.allocate
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Prepare the custom all-gather; without one, the all-gather of `inner`."""
@@ -100,7 +94,7 @@ def set_custom_all_gather(self: FSDPModule, comm: AllGather) -> None:
         StateError: inside a forward or backward.
     """
     _check_comm(comm, "set_custom_all_gather", "AllGather")
-    require_unit(self).reconfigure(doing="set_custom_all_gather()", gather_adapter=Adapter(all_gather=comm))
+    require_unit(self).reconfigure(doing="set_custom_all_gather()", gather_adapter=partial(CustomCollectives, all_gather=comm))
 
 
 @sharded_method
@@ -115,7 +109,9 @@ def set_custom_reduce_scatter(self: FSDPModule, comm: ReduceScatter) -> None:
         StateError: inside a forward or backward.
     """
     _check_comm(comm, "set_custom_reduce_scatter", "ReduceScatter")
-    require_unit(self).reconfigure(doing="set_custom_reduce_scatter()", reduce_adapter=Adapter(reduce_scatter=comm))
+    require_unit(self).reconfigure(
+        doing="set_custom_reduce_scatter()", reduce_adapter=partial(CustomCollectives, reduce_scatter=comm)
+    )
 
 
 @sharded_method
@@ -152,14 +148,16 @@ def set_symm_mem_for_comm(self: FSDPModule, backend: str = "NCCL") -> None:
 
 def _set_memory(unit: Unit, allocator: Callable[..., Allocate] | None, *, doing: str) -> None:
     """Let `allocator` of the process group allocate messages. Raise ValueError for a unit with custom collectives."""
-    for adapter in (unit.options.gather_adapter, unit.options.reduce_adapter):
-        for comm in (adapter.all_gather, adapter.reduce_scatter) if isinstance(adapter, Adapter) else ():
-            if comm is not None:
-                raise ValueError(
-                    f"Unit '{unit.name}' has custom collectives ({type(comm).__name__}), which allocate their own memory."
-                )
+    adapters = [one for one in (unit.options.gather_adapter, unit.options.reduce_adapter) if isinstance(one, partial)]
+    custom = [comm for one in adapters for name, comm in one.keywords.items() if name != "memory"]
+    if custom:
+        raise ValueError(
+            f"Unit '{unit.name}' has custom collectives ({type(custom[0]).__name__}), which allocate their own memory."
+        )
     group = unit.axis.group
-    adapter = None if allocator is None or group is None else Adapter(allocator(group, unit.axis.device))
+    adapter = None
+    if allocator is not None and group is not None:
+        adapter = partial(CustomCollectives, memory=allocator(group, unit.axis.device))
     unit.reconfigure(doing=doing, gather_adapter=adapter, reduce_adapter=adapter)
 
 

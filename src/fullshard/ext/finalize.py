@@ -43,7 +43,7 @@ def set_manual_backward_finalization(self: FSDPModule, enabled: bool) -> None:
         >>> model.finalize_backward()                                                         # doctest: +SKIP
     """
     manual = check_bool("enabled", enabled)
-    for runtime, units in units_by_runtime(self):
+    for runtime, units in units_by_runtime(self).items():
         runtime.recovery.recover()
         for unit in units:
             if bool(unit.options.ended_by) == manual:
@@ -78,7 +78,7 @@ def finalize_backward(self: FSDPModule, *, async_op: bool = False) -> GradientRe
     start_only = check_bool("async_op", async_op)
     pending = [
         _start(runtime, units)
-        for runtime, units in units_by_runtime(self)
+        for runtime, units in units_by_runtime(self).items()
         if any(unit.record.last is not None for unit in units)
     ]
     handle = GradientReductionHandle(pending)

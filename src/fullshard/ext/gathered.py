@@ -53,10 +53,9 @@ def gathered(module: nn.Module, *, grad: bool = True, recurse: bool = False) -> 
                 outputs: Any = _Gathered.apply(handle, source, *tensors)
                 tensors = list(outputs)
             for parameter, tensor in zip(group.parameters, tensors):
-                slots = [(slot.module, slot.name) for slot in parameter.slots]
-                names = [prefixes[id(owner)] + name for owner, name in slots if id(owner) in prefixes]
+                inside = [slot for slot in parameter.slots if id(slot.module) in prefixes]
                 # A unit of several modules also has parameters outside of `module`, which have no qualified name in it.
-                name = names[0] if names else f"{unit.name}/{parameter.name}"
+                name = prefixes[id(inside[0].module)] + inside[0].name if inside else f"{unit.name}/{parameter.name}"
                 gathered_tensors[name] = tensor if parameter.current.requires_grad else tensor.detach()
     yield gathered_tensors
 
@@ -83,11 +82,9 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         source: _Source = ctx.source
         source.hook()
-        owned: list[Tensor | None] = [None] * len(grads)  # clones: autograd may share or expand the grads
-        for index, (parameter, grad) in enumerate(zip(source.group.parameters, grads)):
-            if grad is not None and parameter.requires_grad:
-                owned[index] = parameter.sharding.grad_to_local(grad, name=parameter.name).clone(
-                    memory_format=torch.contiguous_format
-                )
-        source.group.grads.accumulate(owned)
+        pairs = [(one, grad if one.requires_grad else None) for one, grad in zip(source.group.parameters, grads)]
+        own = [None if grad is None else one.sharding.grad_to_local(grad, name=one.name) for one, grad in pairs]
+        # Clones, since autograd may share or expand the grads.
+        kept = [None if grad is None else grad.clone(memory_format=torch.contiguous_format) for grad in own]
+        source.group.grads.accumulate(kept)
         return (None, None, *(None for _ in grads))

@@ -22,7 +22,7 @@ def set_post_optim_event(self: FSDPModule, event: torch.Event) -> None:
         ValueError: if it has no `wait()`, or the mesh is on the CPU, which has no streams.
         StateError: if there is no unit at or below this module.
     """
-    communicators = [runtime.communicator for runtime, _ in units_by_runtime(self)]
+    communicators = [runtime.communicator for runtime in units_by_runtime(self)]
     if all(communicator.async_device is None for communicator in communicators):
         raise ValueError("set_post_optim_event got an event, but the mesh is on the CPU, which has no streams.")
     if not callable(getattr(event, "wait", None)):

@@ -453,17 +453,13 @@ def sharded_method(function: F) -> F:
     return function
 
 
-def units_by_runtime(module: Any) -> Iterator[tuple[Runtime, list[Unit]]]:
-    """Yield each runtime of the units at and below `module`, with its units.
-
-    There is one runtime, unless policies have separate streams or the units are on several devices.
-    """
+def units_by_runtime(module: Any) -> dict[Runtime, list[Unit]]:
+    """Return the units at and below `module` by runtime: more than one if some have separate streams or another device."""
     any_unit(module)
-    found: dict[int, list[Unit]] = {}
+    found: dict[Runtime, list[Unit]] = {}
     for unit in units_of(module, True):
-        found.setdefault(id(unit.runtime), []).append(unit)
-    for units in found.values():
-        yield units[0].runtime, units
+        found.setdefault(unit.runtime, []).append(unit)
+    return found
 
 
 def _original_class(module: FSDPModule) -> Any:

@@ -54,7 +54,7 @@ from fullshard.core import (
     units_of,
 )
 from fullshard.errors import StateError, warn_once
-from fullshard.ext.collectives import Adapter, ReduceScatter
+from fullshard.ext.collectives import CustomCollectives, ReduceScatter
 from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
@@ -611,7 +611,7 @@ class FullyShardedDataParallel(nn.Module):
                 factory = _HookedCollectives(unit.axis.device, partial(hook, state))
                 changes: dict[str, Any] = {"comm": replace(unit.options.comm, collectives=factory)}
             else:
-                changes = {"reduce_adapter": Adapter(reduce_scatter=_HookReduceScatter(state, hook))}
+                changes = {"reduce_adapter": partial(CustomCollectives, reduce_scatter=_HookReduceScatter(state, hook))}
             unit.reconfigure(doing="register_comm_hook()", **changes)
             wrapper._has_comm_hook = True
 

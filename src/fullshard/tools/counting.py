@@ -32,7 +32,7 @@ def counting(module: nn.Module) -> Iterator[list[Message]]:
     """
     messages: list[Message] = []
     with ExitStack() as counters:
-        for runtime, _ in units_by_runtime(module):
+        for runtime in units_by_runtime(module):
             counters.enter_context(runtime.communicator.traffic.counting(messages))
         yield messages
 
