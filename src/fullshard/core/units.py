@@ -67,12 +67,11 @@ def units_below(roots: Iterable[nn.Module]) -> list[Unit]:
     return list(dict.fromkeys(unit for root in roots for inner in root.modules() if (unit := unit_of(inner)) is not None))
 
 
-def own_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield `root` and the modules below it, without those of other units."""
-    yield root
-    for child in root.children():
-        if unit_of(child) is None:
-            yield from own_modules(child)
+def own_modules(*roots: nn.Module) -> Iterator[nn.Module]:
+    """Yield these modules and those below them, without those of other units."""
+    for root in roots:
+        yield root
+        yield from own_modules(*(child for child in root.children() if unit_of(child) is None))
 
 
 def name_units_in(module: nn.Module, *, runs: bool = False) -> None:

@@ -110,8 +110,7 @@ def tensors_on_meta(unit: Unit) -> UnwrittenTensors:
         [parameter for parameter in unit.parameters if parameter.local.device.type == "meta"],
         [
             (weakref.ref(module), name)
-            for root in unit.modules
-            for module in own_modules(root)
+            for module in own_modules(*unit.modules)
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.device.type == "meta"
         ],

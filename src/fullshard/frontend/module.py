@@ -494,7 +494,7 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     unwritten = {id(parameter) for parameter in unit.parameters if allocates and parameter.local.device.type == "meta"}
     allocated = [begin(unit) for begin in ALLOCATION if allocates]
     attributes = [dict(parameter.sharded.__dict__) for parameter in unit.parameters]
-    tables = [_torch.parameters_of(inner) for root in unit.modules for inner in own_modules(root)]
+    tables = [_torch.parameters_of(inner) for inner in own_modules(*unit.modules)]
     ignored = [(table, name) for table in tables for name, one in table.items() if one is not None and is_ignored(one)]
     gradients = _taken_gradients(unit)
     try:

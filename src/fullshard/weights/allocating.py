@@ -58,7 +58,7 @@ class AllocatedTensors:
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
         self._by_unit = [(unit, ext.unwritten.tensors_on_meta(unit)) for unit in units]
-        of_units = {id(module) for unit in units for module in _modules_of(unit)}
+        of_units = {id(module) for unit in units for module in own_modules(*unit.modules)}
         self._others = ext.unwritten.UnwrittenTensors([], list(_unmanaged_on_meta(model, of_units)))
 
     def allocate(self, model: nn.Module) -> None:
@@ -90,7 +90,7 @@ class AllocatedTensors:
         """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them."""
         of_units: set[int] = set()
         for unit, fresh in self._by_unit:
-            modules = list(_modules_of(unit))
+            modules = list(own_modules(*unit.modules))
             of_units.update(map(id, modules))
             buffers = list(dict.fromkeys([*_buffers(modules), *fresh.buffers]))
             _mark_unit(unit, ext.unwritten.UnwrittenTensors(list(unit.parameters), buffers).without(intact), _PARTLY_WRITTEN)
@@ -169,12 +169,6 @@ def _buffers(modules: Iterable[nn.Module]) -> list[tuple[weakref.ref[nn.Module],
         for name, _ in module.named_buffers(recurse=False)
         if _torch.persists(module, name)
     ]
-
-
-def _modules_of(unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters and buffers belong to the unit."""
-    for root in unit.modules:
-        yield from own_modules(root)
 
 
 def _unmanaged_on_meta(model: nn.Module, of_units: Container[int]) -> Iterator[tuple[weakref.ref[nn.Module], str]]:
