@@ -83,11 +83,6 @@ class Dtypes:
         return self.reduce if self.grad is None else self.grad
 
     @property
-    def of_second_hop(self) -> Dtypes:
-        """The dtypes of sums over shards, which the second hop reduces over replicas: all are `reduce`, so nothing is cast."""
-        return Dtypes(self.reduce, self.reduce, self.reduce, self.reduce, self.reduce)
-
-    @property
     def of_fsdp2(self) -> Dtypes:
         """The dtypes under torch's FSDP2, for comparison: it sums kept gradients in the dtype of the reduction."""
         return replace(self, accumulate=self.reduce)

@@ -14,6 +14,7 @@ from fullshard.comm.streams import DeviceStream, InFlight, _DeviceWork
 from fullshard.core.heartbeat import Heartbeats
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
+from fullshard.ext.two_hops import TwoHopGroup
 from fullshard.optim.owner_exchange import OwnerExchange
 
 Patch = tuple[Any, str, Any]
@@ -85,14 +86,14 @@ def in_forward_only(synchronize: Any = ParamGroup.synchronize_host) -> Callable[
 
 def sum_as_the_hop_is_sent(reduction: Any, work: Any, sent: Any = Reduction.note_started) -> None:
     sent(reduction, work)
-    if reduction.group.two_hops and not reduction.factors.deferred:
+    if isinstance(reduction.group, TwoHopGroup) and not reduction.factors.deferred:
         reduction._reduced_shard = reduction._sum
 
 
 def given_back_as_it_is_read(group: Any, *arguments: Any, gather: Any = ParamGroup.start_all_gather) -> Any:
     work = gather(group, *arguments)
-    if group.two_hops:
-        group._inner_shard.free()
+    if isinstance(group, TwoHopGroup):
+        group._inner.free()
     return work
 
 

@@ -171,4 +171,4 @@ def test_casts_and_copies_from_the_host_are_on_a_lane_of_their_own() -> None:
     """The copy for the next unit does not wait for the gather of the last."""
     for name, copies in (("offload", True), ("mixed precision", True), ("plain", False)):
         detector = run(NAMED[name], Detector())
-        assert (("core/param_group.py _send (run)", "wait_event") in detector.machine.orderings) is copies
+        assert (("core/param_group.py send (run)", "wait_event") in detector.machine.orderings) is copies

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.ext.two_hops import TwoHopGroup
 from fullshard.foresight.allocations import memory_events
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.precision import Precision
@@ -326,7 +327,7 @@ def test_hfsdp_holds_a_quarter_of_what_hsdp_holds_on_eight_by_eight_ranks() -> N
             moments = [value.to_local() for state in optimizer.state.values() for value in state.values() if value.dim()]
             shards = [tensor.to_local() for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
             groups = [group for unit in fullshard.core.units_of(model, True) for group in unit.groups]  # type: ignore[attr-defined]
-            inner = [group._inner_shard.memory for group in groups if group.two_hops]
+            inner = [group._inner.memory for group in groups if isinstance(group, TwoHopGroup)]
             held.append(sum(tensor.nbytes for tensor in (*moments, *shards)) + sum(inner))
     numel = 4 * 512 * 512
     assert held == [16 * numel // 8, 2 * numel // 8 + 16 * numel // 64] and held[1] * 4 == held[0]

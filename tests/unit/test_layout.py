@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import fullshard
 from fullshard.core.layout import ALIGN_BYTES, MIB, DirectRule, Extent, GroupLayout, plan_layout, slices, staging_limit
 from fullshard.core.unsharded_buffer import copy_out_steps
+from fullshard.ext.two_hops import in_two_hops
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -97,7 +98,7 @@ def test_two_hops_gather_what_one_does(
             copy()
         return full
 
-    hops = [layout.in_two_hops(inner, outer, rank=rank) for rank in range(inner)]
+    hops = [in_two_hops(layout, inner, outer, rank=rank) for rank in range(inner)]
     inner_shards = [
         gathered(first, [flat_shard(rank * outer + replica) for replica in range(outer)])
         for rank, (first, _) in enumerate(hops)

@@ -41,7 +41,7 @@ from fullshard.comm.base import Collectives, StartedWork, together
 from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
-from fullshard.core.communicator import CollectiveCall
+from fullshard.core.communicator import CollectiveCall, Communicator
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.heartbeat import SentHeartbeat, message_length
@@ -63,6 +63,7 @@ from fullshard.core.layout import (
     DirectRule,
     Extent,
     GroupLayout,
+    ParamOffsets,
     ReductionLayout,
     has_few_rows,
     plan_layout,
@@ -70,6 +71,7 @@ from fullshard.core.layout import (
 )
 from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh, subgroup_of
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
+from fullshard.core.packing import ReductionPlan, pack
 from fullshard.core.param_group import ParamGroup, group_class, register_group
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
@@ -120,4 +122,11 @@ from fullshard.core.units import (
     units_below,
     units_of,
 )
-from fullshard.core.unsharded_buffer import PlannedAllGather, Storage, tensor_on_storage
+from fullshard.core.unsharded_buffer import (
+    FlatBuffer,
+    GroupCollectives,
+    PlannedAllGather,
+    Storage,
+    UnshardedBuffer,
+    tensor_on_storage,
+)

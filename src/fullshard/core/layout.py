@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 ALIGN_BYTES = 16
@@ -270,50 +269,6 @@ class GroupLayout:
         place = self.offsets[index]
         return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
-    def in_two_hops(self, inner: int, outer: int, *, rank: int) -> tuple[GroupLayout, GroupLayout]:
-        """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.
-
-        The first hop gathers the flat shards of `outer` ranks: its unsharded buffer is the flat shard of the second hop, which
-        gathers over `inner` ranks. `rank`: this rank among the inner ones.
-        """
-        assert inner * outer == self.ranks
-
-        def gathered(place: ParamOffsets) -> tuple[int, ...]:
-            """Return the shape of a parameter in the output of the first hop."""
-            rows = place.chunk * outer
-            if place.permuted:  # a block has room for its real rows only, so the shape has no padding
-                rows = Extent.of_chunk(place.shape[place.dim], chunk=rows, rank=rank).rows
-            return (*place.shape[: place.dim], rows, *place.shape[place.dim + 1 :])
-
-        def scaled(bucket: Bucket) -> Bucket:
-            """Return a bucket of the second hop, whose chunks are those of `outer` ranks."""
-            segments = tuple(replace(one, size=one.size * outer) for one in bucket.segments)
-            return Bucket(bucket.direct, bucket.offset * outer, bucket.size * outer, segments)
-
-        def moved(bucket: Bucket) -> Bucket:
-            """Return a bucket of the first hop, which is copied out to the flat shard of the second."""
-            starts = itertools.accumulate([segment.size for segment in bucket.segments], initial=bucket.offset)
-            segments = (replace(one, unsharded_offset=outer * start) for one, start in zip(bucket.segments, starts))
-            return replace(bucket, segments=tuple(segments))
-
-        first = GroupLayout(
-            ranks=outer,
-            offsets=tuple(
-                replace(place, shape=gathered(place), unsharded_offset=outer * place.offset) for place in self.offsets
-            ),
-            buckets=tuple(map(moved, self.buckets)),
-            shard_numel=self.shard_numel,
-            unsharded_numel=outer * self.shard_numel,
-        )
-        second = replace(
-            self,
-            ranks=inner,
-            offsets=tuple(replace(place, offset=place.offset * outer, size=place.size * outer) for place in self.offsets),
-            buckets=tuple(map(scaled, self.buckets)),
-            shard_numel=outer * self.shard_numel,
-        )
-        return first, second
-
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
         """Plan the collectives that reduce the gradients.
 
@@ -354,8 +309,7 @@ def plan_layout(
         ranks: number of ranks.
         itemsize: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
         direct: rule that chooses the direct parameters.
-        outer: number of neighbouring ranks whose chunks a first hop gathers (`GroupLayout.in_two_hops`). The rule then
-            applies to the second hop.
+        outer: number of neighbouring ranks whose chunks a first hop gathers. The rule then applies to the second hop.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel

@@ -6,7 +6,6 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
+from fullshard.comm.base import Collectives, StartedWork
 from fullshard.comm.streams import Lane, Work, nothing
 from fullshard.core.communicator import CollectiveCall, Communicator
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.memory import Purpose
+from fullshard.core.mesh import ShardAxis
 from fullshard.core.packing import ReductionPlan
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter, version_counters
@@ -47,11 +48,9 @@ class ParamGroup:
         collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
         storage: devices and memory options of the shards and the unsharded buffer.
         layout: layout of the all-gather over the shard axis, and of the reduce-scatter; fixed.
-        shard_layout: layout of the flat shard: `layout` or, with two hops, that of the all-gather over replicas.
+        shard_layout: layout of the flat shard: `layout`, unless shards are divided over the replicas as well.
         shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed.
-        scatter: the same for the second of two hops, over the replicas; None with one hop.
-        two_hops: whether the flat shard is divided over the replicas as well, so that all-gathers have a hop over them first.
         is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
         divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
@@ -64,6 +63,7 @@ class ParamGroup:
     """
 
     flat = True
+    replication = "all_reduce over replicas"  # text of the second step of its reductions, in the log
 
     def __init__(
         self,
@@ -90,10 +90,17 @@ class ParamGroup:
         self.parameters, self.fingerprints = parameters, fingerprints
         self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
         axis = parameters[0].sharding.axis
-        self.two_hops, self.is_replicated = axis.hybrid is not None, axis.is_replicated
-        self.layout, self.shard_layout = self._plan_layouts()
+        self.is_replicated = axis.is_replicated
+        self.layout, self.shard_layout = self.plan_layouts()
         self.shard, self._unbound = self.copy_shards(values, unwritten)
-        self.reduction, self.scatter = self._plan_reduction(), self._plan_scatter()
+        self.reduction = ReductionPlan.of(
+            self.layout,
+            [p.sharding.shard_shape for p in parameters],
+            dtypes=dtypes,
+            in_order=collectives.reduce.in_order,
+            device=storage.device,
+            shard_layout=self.shard_layout,
+        )
         self.grads = GroupGradients(parameters, dtypes.kept, storage.memory)
         self.divided = ""
         # Options of the last reduction, whether it deferred its second step, and the factors that follow.
@@ -113,56 +120,23 @@ class ParamGroup:
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
         # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
-        self._keeps_memory = False
-        # In two hops: the shard that the shard axis alone would give this rank, all-gathered over replicas. It is kept until
-        # the shards are written.
-        self._inner_shard: FlatBuffer | None = None
+        self.keeps_memory = False
         # Copies of the parameters that a graph computes with (`all_gather_copy`). `handle` of each is the leaf of that graph.
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
         self._shard_copies: list[Work] = []
 
-    def _plan_layouts(self) -> tuple[GroupLayout, GroupLayout]:
-        """Return `layout` and `shard_layout`."""
-        outer = 1
-        if self.two_hops:
-            assert self.collectives.replicate is not None
-            outer = self.collectives.replicate.ranks
-        inner = self.collectives.gather.ranks
+    def plan_layouts(self, outer: int = 1) -> tuple[GroupLayout, GroupLayout]:
+        """Return `layout` and `shard_layout`. `outer`: number of replicas that the shards are divided over as well."""
         layout = plan_layout(
             [tuple(p.sharding.local_shape) for p in self.parameters],
             [p.sharding.dim for p in self.parameters],
-            ranks=inner * outer,
+            ranks=self.collectives.gather.ranks * outer,
             itemsize=min(self.dtypes.storage.itemsize, self.dtypes.compute.itemsize),
             direct=self.storage.direct,
             outer=outer,
         )
-        if not self.two_hops:
-            return layout, layout
-        over_replicas, over_shards = layout.in_two_hops(inner, outer, rank=self.collectives.gather.rank)
-        return over_shards, over_replicas
-
-    def _plan_reduction(self) -> ReductionPlan:
-        return ReductionPlan.of(
-            self.layout,
-            [p.sharding.shard_shape for p in self.parameters],
-            dtypes=self.dtypes,
-            in_order=self.collectives.reduce.in_order,
-            device=self.storage.device,
-            shard_layout=self.shard_layout,
-        )
-
-    def _plan_scatter(self) -> ReductionPlan | None:
-        """Plan the second of two hops of a reduction, which scatters the sum over shards over the replicas."""
-        if not self.two_hops:
-            return None
-        return ReductionPlan.of(
-            self.shard_layout,
-            [p.sharding.shard_shape for p in self.parameters],
-            dtypes=self.dtypes.of_second_hop,
-            in_order=self.collectives.over_replicas.reduce.in_order,
-            device=self.storage.device,
-        )
+        return layout, layout
 
     @torch.inference_mode(False)  # or a model that is sharded or loaded there had no version counters
     def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
@@ -203,8 +177,7 @@ class ParamGroup:
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
         if not were_shared:  # a wrapper took its own counter with it: the version must not return to an old value
-            known = [buffer.version for buffer in (self._buffer, self._inner_shard) if buffer is not None]
-            self.writes += max(0, *known, before) + 1 - before
+            self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
         """Return a number that increases with every write to a shard that can be seen."""
@@ -243,15 +216,19 @@ class ParamGroup:
 
     @property
     def unsharded_memory(self) -> int:
-        """Bytes of the unsharded buffer if it is allocated, else 0. The inner shard of two hops does not count."""
+        """Bytes of the unsharded buffer if it is allocated, else 0."""
         return 0 if self._buffer is None else self._buffer.memory
+
+    @property
+    def buffers(self) -> list[UnshardedBuffer]:
+        """The buffers of all-gathers that exist, first the one that is gathered from the shards."""
+        return [] if self._buffer is None else [self._buffer]
 
     @property
     def standing_memory(self) -> int:
         """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
-        buffers = [buffer for buffer in (self._buffer, self._inner_shard) if buffer is not None]
         current = self.version()
-        return sum(buffer.allocated for buffer in buffers if buffer.keep or buffer.version == current)
+        return sum(buffer.allocated for buffer in self.buffers if buffer.keep or buffer.version == current)
 
     @property
     def stale(self) -> bool:
@@ -330,7 +307,7 @@ class ParamGroup:
 
         Raises StateError if the memory is kept.
         """
-        if self._keeps_memory and self.flat:
+        if self.keeps_memory and self.flat:
             raise StateError(
                 f"Parameter '{self.parameters[0].name}' and others of its group cannot get new memory: "
                 "set_keep_unsharded_storage(True) keeps it, and an earlier .data, detach() or state_dict() still shares it. "
@@ -339,24 +316,25 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             self.shard, self._unbound = self.copy_shards([parameter.local for parameter in self.parameters], ())
             self.bind_parameters()
-        buffer = self._inner_shard if self.two_hops else self._buffer
-        if isinstance(buffer, FlatBuffer):
-            buffer.gather_from(self.shard)
+        for buffer in self.buffers[:1]:
+            if isinstance(buffer, FlatBuffer):
+                buffer.gather_from(self.shard)
 
     # --- kinds of groups ---
 
     @classmethod
-    def takes(cls, shard: Tensor) -> bool:
-        """Return True if a parameter with this shard belongs in a group of this kind."""
-        return is_plain(shard)
+    def takes(cls, shard: Tensor, axis: ShardAxis) -> bool:
+        """Return True if a parameter with this shard, over this axis, belongs in a group of this kind."""
+        return is_plain(shard) and axis.hybrid is None
 
     @classmethod
     def check_sharding(cls, name: str, tensor: Tensor, sharding: ParamSharding) -> None:
         """Raise ValueError if an unsharded parameter cannot be sharded in a group of this kind."""
-        if not cls.takes(tensor):
+        if not cls.takes(tensor, sharding.axis):
+            over = "" if sharding.axis.hybrid is None else " over all ranks of a hybrid mesh"
             raise ValueError(
-                f"Parameter '{name}' cannot be sharded: expected a plain torch.Tensor, got a {type(tensor).__name__}, which no "
-                "kind of group takes. Convert it first, or leave it out by ignored_params."
+                f"Parameter '{name}' cannot be sharded{over}: expected a plain torch.Tensor, got a {type(tensor).__name__}, "
+                "which no kind of group takes. Convert it first, or leave it out by ignored_params."
             )
 
     @classmethod
@@ -365,7 +343,7 @@ class ParamGroup:
 
     # --- all-gather ---
 
-    def start_all_gather(self, communicator: Communicator, action: str) -> Work:
+    def start_all_gather(self, communicator: Communicator, action: str, after: Work | None = None) -> Work:
         """Allocate the unsharded parameters on the compute stream, and start the all-gather that fills them.
 
         Call `finish_all_gather` after the compute stream waited for the work that this returns.
@@ -373,53 +351,34 @@ class ParamGroup:
         Args:
             communicator: runs and logs the collectives.
             action: text of the call in the log.
+            after: work on another stream that the all-gather is queued behind; None for the compute stream.
 
         Raises:
             StateError: if the shards are on the wrong device, or the ranks diverged.
         """
-        over_replicas = self._allocate_inner_shard() if self.two_hops else None
         buffer = self._buffer
         if buffer is None:
             self.check_device()
             # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
             with torch.inference_mode(False), torch.no_grad():
                 buffer = self._buffer = self.make_unsharded()
-            buffer.keep = self._keeps_memory
+            buffer.keep = self.keeps_memory
         version = self.version()
         # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
         # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
         if version != buffer.version and buffer.version >= 0:
             self.invalidate_autograd()
-        gather, after = buffer.allocate(version), None
-        if over_replicas is not None:  # on the stream of the replicas: this hop overlaps with all-gathers over shards
-            hop = self._send(communicator, communicator.all_reduce_stream, over_replicas, f"{action} over replicas")
-            after = hop.work
-        stream = communicator.all_gather_stream
+        gather, stream = buffer.allocate(version), communicator.all_gather_stream
         if self.storage.host or after is not None or communicator.traffic.listeners or _torch.profiling():
-            return self._send(communicator, stream, gather, action, after)
+            return self.send(communicator, stream, gather, action, after)
         start = gather.begin
         if gather.copies_in:
             if communicator.copy_in_stream is not None:
-                return self._send(communicator, stream, gather, action)
+                return self.send(communicator, stream, gather, action)
             start = gather.copy_in_and_begin
         return communicator.send(stream, self.fingerprints, action, start, gather.finish)
 
-    def _allocate_inner_shard(self) -> AllGather | None:
-        """Return the first of two hops, which fills the inner shard; None if no shard was written since the last one."""
-        self.check_device()
-        version = self.version()
-        inner = self._inner_shard
-        if inner is None:
-            with torch.inference_mode(False), torch.no_grad():
-                inner = self._inner_shard = self._make_inner_shard()
-            inner.keep = self._keeps_memory
-        elif inner.version == version:
-            return None
-        else:
-            inner.free()
-        return inner.allocate(version)
-
-    def _send(
+    def send(
         self, communicator: Communicator, stream: Lane, gather: AllGather, action: str, after: Work | None = None
     ) -> CollectiveCall:
         """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
@@ -442,25 +401,17 @@ class ParamGroup:
         The host waits for it before it writes the shard. The collective may never complete, so it is recorded only where there
         is no copy-in by itself.
         """
-        reads = copied if self.flat else call  # the second of two hops reads the inner shard, which is on the device
+        reads = copied if self.flat else call
         if reads is not None:
             self._shard_copies = [*(copy for copy in self._shard_copies if not copy.done()), reads]
 
-    def _make_inner_shard(self) -> FlatBuffer:
-        collectives = self.collectives.over_replicas
-        return FlatBuffer(self.shard_layout, self.dtypes, collectives, self.storage, self.shard, "shards")
-
-    def _make_buffer(self, inner: FlatBuffer | None) -> FlatBuffer:
-        """Create an unsharded buffer, gathered from the flat shard or, in two hops, from an inner shard."""
-        if inner is None:
-            return FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
-        # The inner shard is on the device, in the compute dtype.
-        dtypes, storage = replace(self.dtypes, storage=self.dtypes.compute), replace(self.storage, host=False)
-        return FlatBuffer(self.layout, dtypes, self.collectives, storage, inner.flat)
+    def make_buffer(self) -> FlatBuffer:
+        """Create an unsharded buffer, gathered from the flat shard."""
+        return FlatBuffer(self.layout, self.dtypes, self.collectives, self.storage, self.shard)
 
     def make_unsharded(self) -> UnshardedBuffer:
         """Create the unsharded buffer and the unsharded parameters in it."""
-        buffer = self._make_buffer(self._inner_shard)
+        buffer = self.make_buffer()
         for parameter, view in zip(self.parameters, buffer.views):
             parameter.make_unsharded(view, any_grad_dtype=self.dtypes.casts_gradients)
         self.note_unsharded()
@@ -480,15 +431,18 @@ class ParamGroup:
         """
         self.check_device()
         with torch.no_grad():
-            stream, inner = communicator.all_gather_stream, None
-            if self.two_hops:
-                inner = self._make_inner_shard()
-                self._send(communicator, stream, inner.allocate(-1), f"{action} over replicas").wait()
-                inner.release_staging()
-            copy = self._make_buffer(inner)
-            self._send(communicator, stream, copy.allocate(-1), action).wait()
-            copy.release_staging()
+            copy = self.gather_copy(communicator, action)
             return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, copy.views)]
+
+    def gather_copy(self, communicator: Communicator, action: str) -> FlatBuffer:
+        """All-gather into memory of its own. Collective."""
+        return self.gather_now(communicator, self.make_buffer(), action)
+
+    def gather_now(self, communicator: Communicator, buffer: FlatBuffer, action: str) -> FlatBuffer:
+        """All-gather into `buffer`, and return it once the compute stream is ordered behind that. Collective."""
+        self.send(communicator, communicator.all_gather_stream, buffer.allocate(-1), action).wait()
+        buffer.release_staging()
+        return buffer
 
     def check_device(self) -> None:
         """Raise StateError if a shard is not on the device where the shards are kept."""
@@ -514,8 +468,6 @@ class ParamGroup:
         Call this after the compute stream waited for the all-gather.
         """
         # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
-        if self._inner_shard is not None:
-            self._inner_shard.release_staging()
         if self._buffer is not None:
             self._buffer.release_staging()
 
@@ -531,12 +483,9 @@ class ParamGroup:
             self._buffer.save_subgroup_shard()
 
     def drop_kept_shards(self) -> None:
-        """Discard the part that is kept for the smaller reshard group, and the inner shard of two hops."""
+        """Discard the part that is kept for the smaller reshard group."""
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.drop_subgroup_shard()
-        if self._inner_shard is not None:
-            self._inner_shard.version = -1
-            self._inner_shard.free()
 
     def invalidate_autograd(self) -> None:
         """Increase the version counters of the freed parameters, so that a backward that saved them raises."""
@@ -544,10 +493,9 @@ class ParamGroup:
 
     def keep_memory(self, keep: bool) -> None:
         """Set whether the buffers of all-gathers keep their memory when they are freed."""
-        self._keeps_memory = keep
-        for buffer in (self._buffer, self._inner_shard):
-            if buffer is not None:
-                buffer.keep = keep
+        self.keeps_memory = keep
+        for buffer in self.buffers:
+            buffer.keep = keep
 
     def free_unsharded(self) -> None:
         """Free the memory of the unsharded parameters, unless it is kept. The Parameter objects stay.
@@ -571,7 +519,7 @@ class ParamGroup:
         self.uninstall()
         # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
         # storage is freed with the last one. The next all-gather creates a new buffer and new unsharded parameters in it.
-        self._buffer = self._inner_shard = None
+        self._buffer = None
         for parameter in self.parameters:
             parameter.unsharded = None
         self.note_unsharded()
@@ -595,6 +543,14 @@ class ParamGroup:
             return grads
         pairs = zip(self.parameters, grads)
         return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name) for p, grad in pairs]
+
+    def new_sum(self, reduced: Tensor) -> Tensor:
+        """Return the memory of the sum over all ranks, (shard_layout.shard_numel,): `reduced`, the sum over shards, itself."""
+        return reduced
+
+    def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> StartedWork:
+        """Start the reduction of `reduced`, the sum over shards, over the replicas, into `total`."""
+        return replicas.all_reduce(reduced)
 
     def _sparse_error(self, index: int, grad: Tensor) -> StateError:
         parameter = self.parameters[index]
@@ -637,13 +593,13 @@ _KINDS: list[type[ParamGroup]] = []
 
 
 def register_group(kind: type[ParamGroup]) -> None:
-    """Let groups of class `kind` have the parameters whose shards `kind.takes` accepts, one parameter each."""
+    """Let groups of class `kind` have the parameters that `kind.takes` accepts: one each, unless `kind.flat`."""
     _KINDS.append(kind)
 
 
-def group_class(shard: Tensor) -> type[ParamGroup]:
-    """Return the class of the group of a parameter with this shard, or with this unsharded tensor."""
-    return next((kind for kind in _KINDS if kind.takes(shard)), ParamGroup)
+def group_class(shard: Tensor, axis: ShardAxis) -> type[ParamGroup]:
+    """Return the class of the group of a parameter with this shard, or with this unsharded tensor, over an axis."""
+    return next((kind for kind in _KINDS if kind.takes(shard, axis)), ParamGroup)
 
 
 def group_parameters(
@@ -656,7 +612,7 @@ def group_parameters(
     """
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
-        alone = -1 if group_class(value).flat else index
+        alone = -1 if group_class(value, parameter.sharding.axis).flat else index
         key = (dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
         groups.setdefault(key, []).append(index)
     return [(key[0], members) for key, members in groups.items()]

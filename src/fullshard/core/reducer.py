@@ -133,7 +133,7 @@ class GradientReducer:
             work = communicator.send(
                 communicator.all_reduce_stream,
                 group.fingerprints,
-                "reduce_scatter over replicas" if group.two_hops else "all_reduce over replicas",
+                group.replication,
                 reduction.replicate,
                 reduction.finish_replicated,
                 after=work.work,

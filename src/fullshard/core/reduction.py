@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from math import ceil, log2, prod
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -86,8 +86,7 @@ class Reduction:
     `finish` and `finish_replicated` end the collectives: they add a sum whose reduction over replicas was deferred, call the
     caller's hook, cast to the grad dtype, and copy to host memory. A commit sets `.grad`.
 
-    If the flat shard is divided over the replicas as well (`ParamGroup.two_hops`), a reduce-scatter takes the place of the
-    all-reduce over replicas. Every parameter takes part, with zeros if this rank has no gradient.
+    Every parameter takes part, with zeros if this rank has no gradient.
 
     Attributes:
         group: the parameter group.
@@ -140,8 +139,6 @@ class Reduction:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
         self.is_partial = not all(self.used)
         memory, custom = group.storage.memory, group.collectives.reduce.reduce_memory  # such as symmetric memory
-        # (input, output) pairs of the second of two hops.
-        self._scattered: list[tuple[Tensor, Tensor]] = []
         # The reduce-scatter output, (layout.shard_numel,).
         if custom is None:
             self._reduced_shard = memory.empty(layout.shard_numel, "gradients", dtype=dtypes.reduce, device=device)
@@ -158,17 +155,15 @@ class Reduction:
         )
         # Flattened gradients that are sliced, by index of the parameter.
         self._flat_grads = _flat_gradients(group, grads) if group.reduction.slices else {}
-        # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output or, in two hops, that of the second.
+        # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output, for most kinds of groups.
         numel = group.shard_layout.shard_numel
-        self._sum = self._reduced_shard
-        if group.scatter is not None and not self.factors.deferred:
-            self._sum = memory.empty(numel, "gradients", dtype=dtypes.reduce, device=device)
+        self._sum = self._reduced_shard if self.factors.replicas is None else group.new_sum(self._reduced_shard)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
         # that has another dtype or memory that the next reduction overwrites.
         self._flat = self._sum
         grad_dtype = group.reduction.dtype
         # `.grad` must not use memory of a custom reduce-scatter, which the next reduction overwrites.
-        overwritten = custom is not None and group.scatter is None
+        overwritten = custom is not None and self._sum is self._reduced_shard
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
             self._flat = memory.empty(numel, "gradients", dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
@@ -231,24 +226,13 @@ class Reduction:
         return self._reduced_shard
 
     def replicate(self) -> StartedWork:
-        """Start the reduction over replicas: an all-reduce or, in two hops, a reduce-scatter."""
+        """Start the reduction over replicas."""
         if self.factors.replicas is None or not self._reduced_shard.numel():
             return StartedWork()
-        if self.group.scatter is None:
-            return self.factors.replicas.all_reduce(self._reduced_shard)
-        # The sum over shards has the layout of the unsharded buffer of the hop over replicas.
-        places = self.group.shard_layout.offsets
-        parts: list[Tensor | None] = [
-            self._reduced_shard[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places
-        ]
-        # kept until the end of the collective
-        self._scattered = pack(self.group.scatter, parts, self._sum, torch.empty, factor=1.0, in_place=False)
-        inputs, outputs = zip(*self._scattered)
-        return self.factors.replicas.reduce_scatter(outputs, inputs, 1.0)
+        return self.group.replicate(self.factors.replicas, self._reduced_shard, self._sum)
 
     def finish_replicated(self) -> None:
         """Run the caller's hook after the reduction over replicas, then scale and cast."""
-        self._scattered = []
         if self.factors.hook is not None:
             self.factors.hook(self._sum)
         self._cast_and_offload()

@@ -635,7 +635,7 @@ class Unit:
                 subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct}"
                 log = self.runtime.communicator.log_of(axis)
                 groups.append(
-                    self.group_class(values[members[0]])(
+                    self.group_class(values[members[0]], axis)(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,
@@ -658,9 +658,9 @@ class Unit:
                 parameter.unit, parameter.group, parameter.unit_name = unit, ref, self.unit_name
         self._update_record()
 
-    def group_class(self, shard: Tensor) -> type[ParamGroup]:
+    def group_class(self, shard: Tensor, axis: ShardAxis) -> type[ParamGroup]:
         """Return the class of the group of a parameter with this shard. Predictions of other engines have one of their own."""
-        return group_class(shard)
+        return group_class(shard, axis)
 
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of unsharded parameters when they are freed, or free it from now on."""
@@ -698,10 +698,10 @@ class Unit:
         """
         self.refresh()
         for parameter in self.parameters:
-            group_class(parameter.local).check_gather(parameter)
+            self.group_class(parameter.local, parameter.sharding.axis).check_gather(parameter)
         changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]
         if any(changed) or any(
-            self.group_class(parameter.local) is not type(group) for group in self.groups for parameter in group.parameters
+            self.group_class(p.local, p.sharding.axis) is not type(group) for group in self.groups for p in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.gathers_decided = True

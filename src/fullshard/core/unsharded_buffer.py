@@ -24,18 +24,10 @@ class GroupCollectives:
 
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
-    # All-reduce over the replicas; in two hops, where shards are divided over the replicas, the hop over them. None without
-    # replicas.
-    replicate: ObservedCollectives | None
+    replicate: ObservedCollectives | None  # over the replicas; None without them
     whole: ObservedCollectives  # all-gather over all ranks with shards: `gather`, or one collective in place of two hops
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
-
-    @property
-    def over_replicas(self) -> GroupCollectives:
-        """The collectives of an all-gather and a reduce-scatter over the replicas."""
-        assert self.replicate is not None
-        return GroupCollectives(self.replicate, self.replicate, None, self.replicate, None, self.traffic)
 
 
 @dataclass(frozen=True, slots=True)

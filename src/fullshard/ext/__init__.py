@@ -14,6 +14,7 @@ import fullshard.ext.post_optim_event
 import fullshard.ext.remarks
 import fullshard.ext.step_entries
 import fullshard.ext.subclasses
+import fullshard.ext.two_hops
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.collectives import AllGather, Comm, ReduceScatter

@@ -16,6 +16,7 @@ from fullshard.core import (
     ParamGroup,
     ParamSharding,
     PlannedAllGather,
+    ShardAxis,
     ShardedParameter,
     Storage,
     exact_copy,
@@ -188,7 +189,7 @@ class ExtensionGroup(ParamGroup):
     flat = False
 
     @classmethod
-    def takes(cls, shard: Tensor) -> bool:
+    def takes(cls, shard: Tensor, axis: ShardAxis) -> bool:
         """Return True if a shard cannot be part of a flat shard: it has all-gather hooks, or is not a plain tensor.
 
         A subclass without hooks counts, because the user may add them before the first all-gather.

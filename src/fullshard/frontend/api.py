@@ -358,10 +358,10 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
 
 def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
     tensor = to_local(ref.parameter.data)
-    kind = group_class(tensor)
     # A parameter with a group of its own is not all-gathered in two hops, so it is sharded over the shard dim only.
-    how = plan_sharding(ref.parameter, axis if kind.flat else axis.transport, placement_fn, name=ref.name)
-    kind.check_sharding(ref.name, tensor, how)
+    over = axis if group_class(tensor, axis).flat else axis.transport
+    how = plan_sharding(ref.parameter, over, placement_fn, name=ref.name)
+    group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
     return how
 
 

@@ -405,12 +405,17 @@ def _parameter(entry: ModelEntry) -> ShardedParameter:
     return entry.parameter
 
 
+def _is_flat(parameter: ShardedParameter) -> bool:
+    """Return True if the shard is part of a flat shard, without all-gather hooks of its own."""
+    return group_class(parameter.local, parameter.sharding.axis).flat
+
+
 def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
     """Return how the full tensor is obtained: in a "bucket" with others, "single", or "local", where this rank has it."""
     parameter = entry.parameter
     if parameter is None or _unsharded_now(entry, dtype) is not None:
         return "local"
-    if not group_class(parameter.local).flat or parameter.sharding.tensor_parallel is not None:
+    if not _is_flat(parameter) or parameter.sharding.tensor_parallel is not None:
         return "single"
     sharding = parameter.sharding
     return "local" if not sharding.shape or sharding.axis.group is None or sharding.axis.ranks == 1 else "bucket"
@@ -419,7 +424,7 @@ def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
 def _unsharded_now(entry: ModelEntry, dtype: torch.dtype) -> Tensor | None:
     """Return the unsharded parameter if the module has it at the moment, in this dtype; otherwise None."""
     parameter = entry.parameter
-    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or not group_class(parameter.local).flat:
+    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or not _is_flat(parameter):
         return None  # all-gather hooks may return other values than those that are stored
     full = parameter.unsharded
     if full is None or parameter.current is not full or full.dtype != dtype:

@@ -1,0 +1,191 @@
+"""HFSDP: parameters that are sharded over all ranks of a hybrid mesh, and all-gathered and reduced in two hops.
+
+all-gather   flat shard --over replicas--> inner shard, kept until the shards are written --over shards--> unsharded
+reduction    gradients --reduce-scatter over shards--> sum over shards --reduce-scatter over replicas--> flat gradient
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.core import (
+    Bucket,
+    Collectives,
+    Communicator,
+    Extent,
+    FlatBuffer,
+    GroupCollectives,
+    GroupLayout,
+    ParamGroup,
+    ParamOffsets,
+    ReductionPlan,
+    ShardAxis,
+    StartedWork,
+    UnshardedBuffer,
+    Work,
+    is_plain,
+    pack,
+    register_group,
+)
+from fullshard.policies import Dtypes
+
+
+def in_two_hops(layout: GroupLayout, inner: int, outer: int, *, rank: int) -> tuple[GroupLayout, GroupLayout]:
+    """Return the layouts of the two hops of an all-gather over `inner * outer` ranks, ordered by the inner rank first.
+
+    The first hop gathers the flat shards of `outer` ranks: its unsharded buffer is the flat shard of the second hop, which
+    gathers over `inner` ranks. `rank`: this rank among the inner ones.
+    """
+
+    def gathered(place: ParamOffsets) -> tuple[int, ...]:
+        """Return the shape of a parameter in the output of the first hop."""
+        rows = place.chunk * outer
+        if place.permuted:  # a block has room for its real rows only, so the shape has no padding
+            rows = Extent.of_chunk(place.shape[place.dim], chunk=rows, rank=rank).rows
+        return (*place.shape[: place.dim], rows, *place.shape[place.dim + 1 :])
+
+    def scaled(bucket: Bucket) -> Bucket:
+        """Return a bucket of the second hop, whose chunks are those of `outer` ranks."""
+        segments = tuple(replace(one, size=one.size * outer) for one in bucket.segments)
+        return Bucket(bucket.direct, bucket.offset * outer, bucket.size * outer, segments)
+
+    def moved(bucket: Bucket) -> Bucket:
+        """Return a bucket of the first hop, which is copied out to the flat shard of the second."""
+        starts = itertools.accumulate([segment.size for segment in bucket.segments], initial=bucket.offset)
+        segments = (replace(one, unsharded_offset=outer * start) for one, start in zip(bucket.segments, starts))
+        return replace(bucket, segments=tuple(segments))
+
+    first = GroupLayout(
+        ranks=outer,
+        offsets=tuple(replace(place, shape=gathered(place), unsharded_offset=outer * place.offset) for place in layout.offsets),
+        buckets=tuple(map(moved, layout.buckets)),
+        shard_numel=layout.shard_numel,
+        unsharded_numel=outer * layout.shard_numel,
+    )
+    second = replace(
+        layout,
+        ranks=inner,
+        offsets=tuple(replace(place, offset=place.offset * outer, size=place.size * outer) for place in layout.offsets),
+        buckets=tuple(map(scaled, layout.buckets)),
+        shard_numel=outer * layout.shard_numel,
+    )
+    return first, second
+
+
+class TwoHopGroup(ParamGroup):
+    """Group of parameters whose flat shard is divided over the replicas as well.
+
+    The first hop fills the inner shard, which is the shard that the shard axis alone would give this rank. It runs on the
+    stream of the replicas, so that it overlaps with all-gathers over shards, and only after the shards were written.
+    """
+
+    replication = "reduce_scatter over replicas"
+    _inner: FlatBuffer | None = None  # in the compute dtype, on the device
+
+    @classmethod
+    def takes(cls, shard: Tensor, axis: ShardAxis) -> bool:
+        """Return True for a plain parameter over all ranks of a hybrid mesh."""
+        return axis.hybrid is not None and is_plain(shard)
+
+    def plan_layouts(self, outer: int = 1) -> tuple[GroupLayout, GroupLayout]:
+        """Return the layouts of the second hop and of the first, and plan the second hop of reductions."""
+        replicas, gather = self.collectives.replicate, self.collectives.gather
+        assert replicas is not None
+        whole, _ = super().plan_layouts(replicas.ranks)
+        over_replicas, over_shards = in_two_hops(whole, gather.ranks, replicas.ranks, rank=gather.rank)
+        self._over_replicas = GroupCollectives(replicas, replicas, None, replicas, None, self.collectives.traffic)
+        self._scatter = ReductionPlan.of(
+            over_replicas,
+            [parameter.sharding.shard_shape for parameter in self.parameters],
+            dtypes=Dtypes(*[self.dtypes.reduce] * 5),  # the sums over shards, of which nothing is cast
+            in_order=replicas.in_order,
+            device=self.storage.device,
+        )
+        return over_shards, over_replicas
+
+    @property
+    def buffers(self) -> list[UnshardedBuffer]:
+        """The inner shard, and the unsharded buffer, if they exist."""
+        return [buffer for buffer in (self._inner, *super().buffers) if buffer is not None]
+
+    # --- all-gather ---
+
+    def start_all_gather(self, communicator: Communicator, action: str, after: Work | None = None) -> Work:
+        """Start the first hop, unless no shard was written since the last one, and the second hop behind it."""
+        self.check_device()
+        version, inner = self.version(), self._inner
+        if inner is None:
+            with torch.inference_mode(False), torch.no_grad():
+                inner = self._inner = self._make_inner()
+            inner.keep = self.keeps_memory
+        if inner.version != version:
+            inner.free()
+            hop = inner.allocate(version)
+            after = self.send(communicator, communicator.all_reduce_stream, hop, f"{action} over replicas").work
+        return super().start_all_gather(communicator, action, after)
+
+    def finish_all_gather(self) -> None:
+        """Release the staging memory of both hops."""
+        if self._inner is not None:
+            self._inner.release_staging()
+        super().finish_all_gather()
+
+    def make_buffer(self) -> FlatBuffer:
+        """Create an unsharded buffer, gathered from the inner shard."""
+        assert self._inner is not None
+        return self._make_outer(self._inner)
+
+    def _make_outer(self, inner: FlatBuffer) -> FlatBuffer:
+        dtypes, storage = replace(self.dtypes, storage=self.dtypes.compute), replace(self.storage, host=False)
+        return FlatBuffer(self.layout, dtypes, self.collectives, storage, inner.flat)
+
+    def _make_inner(self) -> FlatBuffer:
+        return FlatBuffer(self.shard_layout, self.dtypes, self._over_replicas, self.storage, self.shard, "shards")
+
+    def gather_copy(self, communicator: Communicator, action: str) -> FlatBuffer:
+        """All-gather over both hops into memory of its own. Collective."""
+        inner = self.gather_now(communicator, self._make_inner(), f"{action} over replicas")
+        return self.gather_now(communicator, self._make_outer(inner), action)
+
+    def drop_kept_shards(self) -> None:
+        """Discard the inner shard."""
+        super().drop_kept_shards()
+        if self._inner is not None:
+            self._inner.version = -1
+            self._inner.free()
+
+    def drop_unsharded(self) -> None:
+        """Discard both buffers after an all-gather failed."""
+        self._inner = None
+        super().drop_unsharded()
+
+    # --- reduction ---
+
+    def new_sum(self, reduced: Tensor) -> Tensor:
+        """Allocate the sum over all ranks, which is a part of the sum over shards."""
+        numel, memory = self.shard_layout.shard_numel, self.storage.memory
+        return memory.empty(numel, "gradients", dtype=reduced.dtype, device=reduced.device)
+
+    def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> StartedWork:
+        """Start the reduce-scatter of the sum over shards, which has the layout of the inner shard, over the replicas."""
+        places = self.shard_layout.offsets
+        parts = [reduced[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places]
+        inputs, outputs = zip(*pack(self._scatter, parts, total, torch.empty, factor=1.0, in_place=False))
+        started = replicas.reduce_scatter(outputs, inputs, 1.0)
+        return replace(started, then=partial(_complete, started, inputs))
+
+
+def _complete(started: StartedWork, inputs: Any) -> None:
+    """Complete a reduce-scatter. `inputs` are kept until then."""
+    if started.then is not None:
+        started.then()
+
+
+register_group(TwoHopGroup)
