@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from fullshard import _torch
-from fullshard.core import StartedWork, collectives_for
+from fullshard.core import HostStream, StartedWork, Work, collectives_for
 from fullshard.foresight.hardware import DEFAULT_GPU, GIB, GPUS, NETWORKS, Gpu, Network, write_machine
 from fullshard.foresight.rates import attention_fraction
 
@@ -115,8 +115,7 @@ def _measure_on_all_ranks(out: Path) -> tuple[Gpu, Network]:
 def _ranks_in_machine(device: torch.device) -> int:
     """Return the number of ranks of one machine. On the CPU, machines are not told apart: all ranks count as one machine.
 
-    Raises:
-        ValueError: if the machines cannot have equal numbers of ranks.
+    Raises ValueError if the machines cannot have equal numbers of ranks.
     """
     ranks = dist.get_world_size()
     if device.type == "cpu":
@@ -286,29 +285,25 @@ class _Bench:
         small, part = torch.zeros(256 * ranks, device=self.device), torch.zeros(256, device=self.device)
         gather, tiny = collectives.gatherer([full], [shard]), collectives.gatherer([small], [part])
         # The minimum: noise only adds to a latency, and a late rank would count as latency.
-        latency = min(self._times(lambda: _wait(tiny())))
-        seconds = self._synchronized_seconds(lambda: _wait(gather())) + self._synchronized_seconds(
-            lambda: _wait(collectives.reduce_scatter([shard], [full], 1.0 / ranks))
-        )
+        latency = min(self._times(partial(_run, tiny)))
+        reduce_scatter = partial(collectives.reduce_scatter, [shard], [full], 1.0 / ranks)
+        seconds = sum(median(self._times(partial(_run, start))) for start in (gather, reduce_scatter))
         link = 2 * numel * 4 * (ranks - 1) / ranks / max(seconds / 4, seconds - 2 * latency)
         m, k, n = sizes[-1]
         x, y = torch.randn(m, k, device=self.device), torch.randn(k, n, device=self.device)
         alone = self._seconds(lambda: x @ y)
 
         def both() -> None:
-            pending = gather()
+            pending = _begin(gather)
             _ = x @ y
-            _wait(pending)
+            pending.wait()
 
-        overlapped = self._synchronized_seconds(both)
+        overlapped = median(self._times(both))
         hidden = max(1.0, overlapped / max(alone, seconds / 2))
         return {"link": link if ranks > 1 else 1e12, "latency": latency, "overlap": min(2.0, hidden)}
 
-    def _synchronized_seconds(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of `work`, run equally often on each rank after a barrier."""
-        return median(self._times(work))
-
     def _times(self, work: Callable[[], object]) -> list[float]:
+        """Return the seconds of `work`, run equally often on each rank after a barrier."""
         times: list[float] = []
         for _ in range(20):
             dist.barrier()
@@ -319,15 +314,16 @@ class _Bench:
         return times
 
 
+def _begin(start: Callable[[], StartedWork]) -> Work:
+    return HostStream().run(start, lambda: None)
+
+
+def _run(start: Callable[[], StartedWork]) -> None:
+    _begin(start).wait()
+
+
 def _elementwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return x * y, x + y, x.sigmoid()
-
-
-def _wait(started: StartedWork) -> None:
-    for work in started.works:
-        work.wait()
-    if started.then is not None:
-        started.then()
 
 
 __all__ = ["calibrate"]

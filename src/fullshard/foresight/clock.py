@@ -130,17 +130,7 @@ HOST_PER_COLLECTIVE = 60e-6
 
 
 def play(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> Timeline:
-    """Run a program on a clock.
-
-    Args:
-        program: the program of one step.
-        gpu: the GPU that it runs on.
-        network: the network between machines.
-        mesh: (replicas, ranks, tensor-parallel ranks).
-
-    Returns:
-        The timeline.
-    """
+    """Run the program of one step on a clock, and return the timeline."""
     clock = _Clock(gpu, network, mesh)
     places = [*program.places, Place(len(program.instructions), "", "optimizer", 0)]
     for place, after in pairwise(places):

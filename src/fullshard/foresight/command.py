@@ -95,11 +95,7 @@ def run_calibrate(options: argparse.Namespace) -> None:
 
 
 def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) -> int:
-    """Explain, print and write. Return 0 if the step fits, 1 if it does not.
-
-    Raises:
-        ValueError: if an option or an argument is invalid, or the model cannot be explained.
-    """
+    """Explain, print and write. Return 0 if the step fits, 1 if it does not. Raises ValueError as `explain`."""
     arguments = {**{name: value for name, value in parts.items() if name not in VERIFY_ONLY}, **_explain_options(options)}
     if options.dtype is not None or options.reduce_dtype is not None:
         arguments["mp_policy"] = _mp_policy(options, arguments)
@@ -162,11 +158,7 @@ def _mp_policy(options: argparse.Namespace, arguments: Mapping[str, Any]) -> Mix
 
 
 def factory_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of the factory from `--with`. A value that is a Python literal is parsed, any other is text.
-
-    Raises:
-        ValueError: for a text that is no NAME=VALUE, or a name that is passed twice.
-    """
+    """Return the arguments of the factory from `--with`. A value that is a Python literal is parsed, any other is text."""
     found: dict[str, Any] = {}
     for text in options.given:
         name, equals, value = text.partition("=")
@@ -185,11 +177,7 @@ _ROUTED = re.compile(r"routed\(\s*([0-9.]+)\s*(?:/\s*([0-9.]+)\s*)?(?:,\s*([0-9.
 
 
 def _footprints(texts: Sequence[str], load: Load) -> dict[str, Any]:
-    """Return the footprints of `--footprint`: `routed(...)`, a Python literal, or a function loaded by its path.
-
-    Raises:
-        ValueError: for a text that is no NAME=VALUE, or an invalid value.
-    """
+    """Return the footprints of `--footprint`: `routed(...)`, a Python literal, or a function loaded by its path."""
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -229,11 +217,7 @@ def _check_output(name: str, output: str) -> None:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Check that all output files can be written, before anything is computed.
-
-    Raises:
-        ValueError: otherwise; the text names the option and the path.
-    """
+    """Raise ValueError unless all output files can be written, before anything is computed."""
     read = [options.factory, *options.plan]
     files = [Path(name.rpartition(":")[0]) for name in read] + [Path(name) for name in (options.gpu, options.net) if name]
     sources = {path.resolve() for path in files if path.suffix in (".py", ".json")}

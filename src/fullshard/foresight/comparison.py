@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fullshard.core import Message
 from fullshard.foresight.clock import message_seconds
 from fullshard.foresight.facts import StepEstimate
-from fullshard.foresight.program import Launch, Place
+from fullshard.foresight.program import Launch
 from fullshard.foresight.recorded import Recorded
 from fullshard.wrap.tables import bytes_text, span
 
@@ -84,7 +83,10 @@ def _messages(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     """Yield the differences in the collectives."""
     # Collectives are predicted exactly, so any difference means another model, plan or setting, and is listed: its weight is at
     # least MIN_WEIGHT.
-    measured, predicted = Counter(map(_key, run.messages)), Counter(map(_key, estimate.messages))
+    measured, predicted = (
+        Counter((message.kind, message.nbytes, message.ranks) for message in messages)
+        for messages in (run.messages, estimate.messages)
+    )
     for (kind, nbytes, ranks), count in ((measured - predicted) + (predicted - measured)).items():
         more = "more" if measured[kind, nbytes, ranks] > predicted[kind, nbytes, ranks] else "fewer"
         yield Difference(
@@ -92,10 +94,6 @@ def _messages(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
             f"{count} {more} of kind {kind} of {bytes_text(nbytes)} over {ranks} ranks: another model, plan or setting ran",
             max(MIN_WEIGHT, count / max(1, len(estimate.messages))),
         )
-
-
-def _key(message: Message) -> tuple[str, int, int]:
-    return message.kind, message.nbytes, message.ranks
 
 
 def _memory(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
@@ -115,7 +113,8 @@ def _memory(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
 def _activation_cause(estimate: StepEstimate, run: Recorded) -> str:
     """Name the units whose forward keeps more or less memory than was traced, if that makes 5 % of the peak or more."""
     # Memory at the first forward of each unit: reversed, because the last entry of a dict wins.
-    predicted = {place.unit: estimate.simulation.ledger.level_at(place.changes) for place in reversed(_forwards(estimate))}
+    forwards = [place for place in estimate.simulation.program.places if place.phase == "forward" and place.unit]
+    predicted = {place.unit: estimate.simulation.ledger.level_at(place.changes) for place in reversed(forwards)}
     names = [name for name in run.levels if name in predicted]
     surplus = {
         name: (run.levels[after] - run.levels[name]) - (predicted[after] - predicted[name]) for name, after in pairwise(names)
@@ -128,10 +127,6 @@ def _activation_cause(estimate: StepEstimate, run: Recorded) -> str:
     where = units[0] if len(units) == 1 else span(units[0], units[-1])
     more = "more" if total > 0 else "less"
     return f"; the forward of {where} keeps {bytes_text(abs(total))} {more} than was traced: its operators save other tensors"
-
-
-def _forwards(estimate: StepEstimate) -> list[Place]:
-    return [place for place in estimate.simulation.program.places if place.phase == "forward" and place.unit]
 
 
 def _time(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:

@@ -16,7 +16,7 @@ from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.hardware import DEFAULT_GPU, Gpu, Network, network_of
 from fullshard.foresight.optimizer import Factory
-from fullshard.foresight.picture import chrome_trace, draw_png, html_page
+from fullshard.foresight.picture import chrome_trace, figure_of, html_page
 from fullshard.foresight.question import Build, ExplainArguments, Loss, Parallelize, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
@@ -131,7 +131,7 @@ class Explanation(StepEstimate):
         Example:
             >>> r.png("explained.png")                                                        # doctest: +SKIP
         """
-        draw_png(self, Path(path))
+        figure_of(self).savefig(path, dpi=150)
 
     def perfetto(self, path: str | Path, run: Recorded | None = None) -> None:
         """Write the step as a trace for https://ui.perfetto.dev or chrome://tracing.
@@ -242,15 +242,7 @@ def explain(
 
 
 def explain_with(arguments: ExplainArguments, earlier: TracedModel | None = None) -> Explanation:
-    """Simulate a step of the model, and trace the model first unless an earlier trace is still valid.
-
-    Args:
-        arguments: the arguments of `explain`.
-        earlier: an earlier trace of the model.
-
-    Returns:
-        The explanation.
-    """
+    """Simulate a step of the model. Trace the model first, unless `earlier`, a trace of it, is still valid."""
     with gc_paused():
         arguments.check()
         gpu = arguments.machine

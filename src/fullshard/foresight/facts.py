@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -162,24 +163,18 @@ class StepEstimate:
     @cached_property
     def outside(self) -> dict[str, int]:
         """Bytes outside of units at the peak of tensors, by the operator that allocated them, largest first."""
-        ledger, live = self.simulation.ledger, dict[int, int]()
-        for change in ledger.changes[: ledger.peak_after]:
-            if change.block in self.simulation.outside:
-                live[change.block] = live.get(change.block, 0) + change.nbytes
+        ledger, operator_of = self.simulation.ledger, self.simulation.outside
         found: Counter[str] = Counter()
-        for block, nbytes in live.items():
-            found[self.simulation.outside[block]] += nbytes
+        for change in ledger.changes[: ledger.peak_after]:
+            if change.block in operator_of:
+                found[operator_of[change.block]] += change.nbytes
         return {name: nbytes for name, nbytes in found.most_common() if nbytes}
 
     @cached_property
     def pinned(self) -> int:
         """Peak bytes of pinned host memory of this rank's shards, gradients and optimizer states, with offloading."""
-        level = most = 0
-        for change in self.simulation.ledger.changes:
-            if change.category == "pinned host":
-                level += change.nbytes
-                most = max(most, level)
-        return most
+        changes = (change.nbytes for change in self.simulation.ledger.changes if change.category == "pinned host")
+        return max(accumulate(changes), default=0)
 
     # --- time ---
 

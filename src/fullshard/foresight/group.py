@@ -87,7 +87,6 @@ class SimulatedGroup:
         plan: layout and options.
         kept: by parameter, the block of the gradient accumulated by backwards without reduction, in the dtype `Dtypes.kept`.
         used: True if a gradient was reduced since the last optimizer step.
-        shard: block of the flat shard.
     """
 
     keeps_subgroup_shard = True  # whether `keep_memory` also keeps the input of the smaller group's all-gather
@@ -104,7 +103,7 @@ class SimulatedGroup:
         self._staging: list[int] = []
         self._subgroup_shard = -1  # input of the smaller group's all-gather; -1 while its values are not current
         self._kept_subgroup_shard = -1  # its block with `keep_memory`; -1 until it is allocated
-        self.shard = self.allocate(plan.shard_nbytes, "pinned host" if plan.host else "shards")
+        self.allocate(plan.shard_nbytes, "pinned host" if plan.host else "shards")
 
     def allocate(self, nbytes: int, category: Category, pool: str = "compute") -> int:
         """Allocate a block of this group."""
@@ -123,17 +122,17 @@ class SimulatedGroup:
 
     # --- all-gather ---
 
-    def allocate_inner_shard(self) -> bool:
-        """Allocate the buffers of the first of two hops. Return False if its result is current."""
+    def allocate_inner_shard(self) -> GroupLayout | None:
+        """Allocate the buffers of the first of two hops, and return its layout. Return None if its result is current."""
         plan, layout = self.plan, self.plan.over_replicas
         if layout is None or self._is_current:
-            return False
+            return None
         self._is_current = True
         if not plan.options.keep_memory or self._inner_shard < 0:
             self.ledger.free(self._inner_shard)
             self._inner_shard = self.allocate(plan.inner_shard_nbytes, "shards")
             self._allocate_staging(layout, host=plan.host)
-        return True
+        return layout
 
     def allocate_gather(self) -> None:
         """Allocate the buffers of the all-gather over shards."""
@@ -149,11 +148,6 @@ class SimulatedGroup:
             self._staging.append(self.allocate(self.plan.shard_nbytes, "staging"))
         self._staging.append(self.allocate(self.plan.staging_nbytes(layout), "staging"))
 
-    def start_over_replicas(self) -> StartedWork:
-        """Start the first of two hops."""
-        assert self.plan.over_replicas is not None
-        return self._start(self.plan.over_replicas, first=True)
-
     def start_gather(self) -> StartedWork:
         """Start the all-gather over shards, or the smaller group's."""
         plan = self.plan
@@ -161,9 +155,9 @@ class SimulatedGroup:
             assert plan.subgroup is not None
             self.send(Message("all_gather", plan.dtypes.compute, plan.unsharded_nbytes, 1, plan.subgroup))
             return StartedWork()
-        return self._start(plan.layout, first=plan.over_replicas is None)
+        return self.start_hop(plan.layout, first=plan.over_replicas is None)
 
-    def _start(self, layout: GroupLayout, *, first: bool) -> StartedWork:
+    def start_hop(self, layout: GroupLayout, *, first: bool) -> StartedWork:
         """Start one hop. `first`: its source is the flat shard, in the storage dtype and maybe in host memory."""
         plan, compute = self.plan, self.plan.dtypes.compute
         if first and plan.host and plan.shard_nbytes:
@@ -258,25 +252,26 @@ class SimulatedReduction:
     def __init__(self, group: SimulatedGroup, merged: Merged, *, defer: bool = False) -> None:
         grads, dtype = merged.blocks, merged.dtype
         self.group = group
-        self.used = any(block is not None for block in grads)
         plan = self.plan = group.plan
         self.deferred = plan.replicated and defer
         self.has_second_step = plan.replicated and not defer
         self._earlier, group.deferred = group.deferred, self if self.deferred else None
-        self.used = self.used or (self._earlier is not None and self._earlier.used)
+        self.used: bool = any(block is not None for block in grads) or (self._earlier is not None and self._earlier.used)
         itemsize, shard = plan.dtypes.reduce.itemsize, plan.shard_layout.shard_numel
         self.reduced_shard = group.allocate(plan.layout.shard_numel * itemsize, "gradients")
         packed = plan.reduction.packed
         self._held: list[int] = []  # inputs of the reduce-scatter, freed when it completes
-        if packed is not None and plan.layout.ranks > 1:  # one rank packs straight into the output
-            self._held.append(group.allocate(plan.layout.ranks * packed.size * itemsize, "staging"))
-        fillers = [] if packed is None else self._allocate_fillers(grads, dtype)
-        if packed is not None and not plan.accelerator:
-            self._chunk_cat_on_cpu(packed, dtype)
+        self._sizes: list[int] = []  # their numbers of elements
         if packed is not None:
-            group.copy(plan.layout.ranks * packed.size * (dtype.itemsize + itemsize))
-        group.ledger.free_all(fillers)
-        self._sizes = [] if packed is None else [plan.layout.ranks * packed.size]
+            numel = plan.layout.ranks * packed.size
+            self._sizes.append(numel)
+            if plan.layout.ranks > 1:  # one rank packs straight into the output
+                self._held.append(group.allocate(numel * itemsize, "staging"))
+            fillers = self._allocate_fillers(packed, grads, dtype)
+            if not plan.accelerator:
+                self._chunk_cat_on_cpu(packed, dtype)
+            group.copy(numel * (dtype.itemsize + itemsize))
+            group.ledger.free_all(fillers)
         for index in plan.reduction.direct:
             grad = grads[index]
             self._sizes.append(group.numel(index))
@@ -298,32 +293,31 @@ class SimulatedReduction:
             self._flat = group.allocate(shard * plan.dtypes.reduced.itemsize, "gradients")
         self._host = group.allocate(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
 
-    def _allocate_fillers(self, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
+    def _allocate_fillers(self, packed: Bucket, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
         """Allocate zeros for gaps and missing gradients in the packed input, and copies of permuted gradients."""
-        plan, packed = self.plan, self.plan.reduction.packed
-        found: list[int] = []
-        for segment in () if packed is None else packed.segments:
-            if segment.parameter < 0:
-                if dtype != plan.dtypes.compute and segment.size:
-                    found.append(self.group.allocate(plan.layout.ranks * segment.size * dtype.itemsize, "staging"))
-            elif segment.size:
-                place, chunked = plan.layout.offsets[segment.parameter], plan.layout.is_chunked(segment.parameter)
-                if not chunked or grads[segment.parameter] is None:
-                    numel = prod(place.shape) if chunked else plan.layout.ranks * place.size
-                    found.append(self.group.allocate(numel * dtype.itemsize, "staging"))
-        return found
+        layout, numels = self.plan.layout, list[int]()
+        for index, size in ((segment.parameter, segment.size) for segment in packed.segments if segment.size):
+            if index < 0:
+                numels += [layout.ranks * size] if dtype != self.plan.dtypes.compute else []
+            elif not layout.is_chunked(index):
+                numels.append(layout.ranks * layout.offsets[index].size)
+            elif grads[index] is None:
+                numels.append(self.group.numel(index))
+        return [self.group.allocate(numel * dtype.itemsize, "staging") for numel in numels]
 
     def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype) -> None:
         """Allocate and free the temporaries of torch._chunk_cat on the CPU.
 
-        It pads all uneven tensors by copies, and casts the tensors one after the other through a copy.
+        It pads all uneven tensors by copies, and casts the tensors one after the other through a copy. The copies of permuted
+        ones are of `_allocate_fillers`.
         """
         group, layout = self.group, self.plan.layout
         sizes = [(segment.parameter, layout.ranks * segment.size * dtype.itemsize) for segment in packed.segments]
-        uneven = [(index, nbytes) for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
         padded = [
-            group.allocate(nbytes, "staging") for index, nbytes in uneven if layout.is_chunked(index)
-        ]  # `_allocate_fillers` has allocated the copies of others
+            group.allocate(nbytes, "staging")
+            for index, nbytes in sizes
+            if index >= 0 and layout.is_chunked(index) and not layout.is_even(index)
+        ]
         for _, nbytes in sizes if dtype != self.plan.dtypes.reduce else ():
             group.ledger.free(group.allocate(nbytes, "staging"))
         for block in padded:

@@ -163,11 +163,7 @@ def _default_network(gpu: Gpu) -> str:
 
 
 def gpu_of(name: str | Path | Gpu) -> Gpu:
-    """Return a preset by its name, a GPU from a file of `calibrate`, or the given `Gpu`.
-
-    Raises:
-        ValueError: for an unknown name, with the names of the presets, or an invalid file.
-    """
+    """Return a preset by its name, a GPU from a file of `calibrate`, or the given `Gpu`."""
     if isinstance(name, Gpu):
         return name
     if str(name) in GPUS:
@@ -176,11 +172,7 @@ def gpu_of(name: str | Path | Gpu) -> Gpu:
 
 
 def network_of(name: str | Path | Network | None, gpu: Gpu) -> Network:
-    """Return a preset by its name, a network from a file of `calibrate`, or the given `Network`; None is the default of `gpu`.
-
-    Raises:
-        ValueError: for an unknown name, with the names of the presets, or an invalid file.
-    """
+    """Return a preset by its name, a network from a file of `calibrate`, or the given `Network`; None: the default of `gpu`."""
     if isinstance(name, Network):
         return name
     name = _default_network(gpu) if name is None else str(name)

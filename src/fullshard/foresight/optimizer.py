@@ -49,18 +49,12 @@ class OptimizerStep:
 def optimizer_step(
     factory: Factory, shards: tuple[tuple[tuple[int, ...], torch.dtype], ...], *, accelerator: bool
 ) -> OptimizerStep:
-    """Trace two optimizer steps over shards on meta.
+    """Trace two optimizer steps over shards on meta, and return the second one.
 
     Args:
         factory: function that makes the optimizer of an iterable of parameters.
         shards: (shape, dtype) of each trainable parameter's local shard.
         accelerator: whether the optimizer uses torch's foreach implementation by default, as it does on an accelerator.
-
-    Returns:
-        The second step. With `fused=True` it has no temporaries: one kernel reads and writes all tensors.
-
-    Raises:
-        ValueError: if the factory returns no optimizer, or its step cannot run on meta.
     """
     parameters = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in shards]
     made: list[Any] = []
@@ -80,7 +74,7 @@ def optimizer_step(
             "the same states, as a name or a function of parameters."
         ) from failure
     if fused:
-        # The kernel reads states, parameters and gradients, and writes states and parameters.
+        # One kernel, without temporaries, reads states, parameters and gradients, and writes states and parameters.
         touched = sum(states) + sum(3 * p.numel() * p.itemsize for p in parameters)
         events = [Op("fused step", 0, touched + sum(states), torch.float32)]
     return OptimizerStep(states, events)
@@ -116,11 +110,7 @@ def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def optimizer_factory(optimizer: str | Factory) -> Factory:
-    """Return the optimizer factory of this name, or the factory itself.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
+    """Return the optimizer factory of this name, or the factory itself."""
     if callable(optimizer):
         return optimizer
     with suppress(KeyError, TypeError):

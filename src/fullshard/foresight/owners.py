@@ -46,14 +46,7 @@ class OwnerStep:
         )
 
     def run(self, ledger: Ledger, program: Program, *, on_host: bool = False) -> None:
-        """Record one step: all exchanges, and then all writes.
-
-        Args:
-            ledger: for the memory.
-            program: for operators and messages.
-            on_host: True if shards and states are in host memory: then element-wise work is one operator of the CPU, and its
-                memory is not recorded.
-        """
+        """Record one step: all exchanges, and then all writes. `on_host`: True if shards and states are in host memory."""
         exchanges = [_Exchange(plan, dtypes, ledger, program, on_host=on_host) for plan, dtypes in zip(self.plans, self.dtypes)]
         every = [exchange.run() for exchange in exchanges]
         for exchange in exchanges:
@@ -207,12 +200,7 @@ def copy_over(kind: str, nbytes: int, program: Program) -> None:
 
 
 def owner_step(matrices: Mapping[tuple[int, int], Sequence[tuple[Matrix, torch.dtype]]], *, accelerator: bool) -> OwnerStep:
-    """Return the step of Muon over matrices.
-
-    Args:
-        matrices: by (ranks, replicas) of the mesh, each matrix with the dtype in which it is stored.
-        accelerator: False on the CPU.
-    """
+    """Return the step of Muon. `matrices`: by (ranks, replicas) of the mesh, each with the dtype in which it is stored."""
     plans = [
         plan_owners([matrix for matrix, _ in listed], ranks, replicas=replicas)
         for (ranks, replicas), listed in matrices.items()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, get_args
 
+from fullshard.foresight.clock import Span
 from fullshard.foresight.facts import BUDGET, StepEstimate
 from fullshard.foresight.ledger import Category
 from fullshard.foresight.recorded import Recorded
@@ -261,17 +261,8 @@ def _table(estimate: StepEstimate) -> str:
 # --- PNG and Perfetto ---
 
 
-def draw_png(estimate: StepEstimate, path: Path) -> None:
-    """Write the pictures of `html_page` to a PNG file."""
-    figure_of(estimate).savefig(path, dpi=150)
-
-
 def figure_of(estimate: StepEstimate) -> Any:
-    """Return the pictures of `html_page` as a matplotlib figure.
-
-    Raises:
-        ImportError: if matplotlib is not installed.
-    """
+    """Return the pictures of `html_page` as a matplotlib figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -318,42 +309,33 @@ def figure_of(estimate: StepEstimate) -> Any:
 
 def chrome_trace(estimate: StepEstimate, run: Recorded | None) -> dict[str, Any]:
     """Return spans and memory in Chrome's trace format; the prediction is process 1, the recorded run process 2."""
-    events: list[dict[str, Any]] = [_metadata_event(1, 0, "process_name", "predicted")]
-    for number, lane in enumerate(LANES):
-        events.append(_metadata_event(1, number, "thread_name", lane))
-        events += [
-            _event(1, number, span.unit or "outside of units", span.start, span.end - span.start, {"what": span.name})
-            for span in estimate.timeline.spans
-            if span.lane == lane
-        ]
+    events = _process(1, "predicted", estimate.timeline.spans)
     for level in levels(estimate):
         args = {category: level.nbytes.get(category, 0) for category in CATEGORIES}
         events.append({"ph": "C", "pid": 1, "name": "memory", "ts": level.seconds * 1e6, "args": args})
-    if run is not None:
-        events.append(_metadata_event(2, 0, "process_name", "recorded"))
-        for number, lane in enumerate(LANES):
-            events.append(_metadata_event(2, number, "thread_name", lane))
-        lanes = list(LANES)
-        events += [
-            _event(
-                2,
-                lanes.index(span.lane),
-                span.unit or "outside of units",
-                span.start,
-                span.end - span.start,
-                {"what": span.name},
-            )
-            for span in run.spans
-        ]
+    events += [] if run is None else _process(2, "recorded", run.spans)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _metadata_event(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
+def _process(number: int, name: str, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return the events of a process, whose threads are the lanes."""
+    lanes = list(LANES)
+    names = [("process_name", 0, name), *(("thread_name", thread, lane) for thread, lane in enumerate(lanes))]
+    return [
+        *({"ph": "M", "pid": number, "tid": thread, "name": what, "args": {"name": text}} for what, thread, text in names),
+        *(
+            {
+                "ph": "X",
+                "pid": number,
+                "tid": lanes.index(span.lane),
+                "name": span.unit or "outside of units",
+                "ts": span.start * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"what": span.name},
+            }
+            for span in spans
+        ),
+    ]
 
 
-def _event(process: int, thread: int, name: str, start: float, seconds: float, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "X", "pid": process, "tid": thread, "name": name, "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
-
-
-__all__ = ["CATEGORIES", "Level", "chrome_trace", "draw_png", "figure_of", "html_page", "levels"]
+__all__ = ["CATEGORIES", "Level", "chrome_trace", "figure_of", "html_page", "levels"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fullshard.policies import MixedPrecisionPolicy, resolve_mp
-from fullshard.wrap.plan import Plan, PlannedUnit
+from fullshard.wrap.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +17,16 @@ class Precision:
 
     parameters: Mapping[str, torch.dtype]  # by qualified name: compute dtype of the parameter
 
-    # By module: dtype that floating-point inputs of its forward are cast to. Modules without a cast are left out.
+    # By module: dtypes that floating-point inputs and outputs of its forward are cast to. Modules without a cast are left out.
     inputs: Mapping[str, torch.dtype]
-
-    # By module: dtype that floating-point outputs of its forward are cast to. Modules without a cast are left out.
     outputs: Mapping[str, torch.dtype]
 
     @classmethod
     def of(cls, plan: Plan, default: MixedPrecisionPolicy) -> Precision:
         """Return the precision of a plan; `default` is the policy of units without their own."""
-        parameters: dict[str, torch.dtype] = {}
-        inputs: dict[str, torch.dtype] = {}
-        outputs: dict[str, torch.dtype] = {}
+        parameters, inputs, outputs = (dict[str, torch.dtype]() for _ in range(3))
         for unit, entries in plan.held():
-            policy = policy_of(unit, default)
+            policy = resolve_mp(unit.options.get("mp_policy", default))
             parameters |= {entry.name: policy.for_planning().resolve(entry.dtype).compute for entry in entries}
             if policy.input_dtype is not None:
                 inputs |= dict.fromkeys(unit.modules, policy.input_dtype)
@@ -41,9 +37,7 @@ class Precision:
     def computes_the_same_as(self, other: Precision, seen: Mapping[str, frozenset[torch.dtype]]) -> bool:
         """Return True if a model runs the same operators with both, so that one trace serves both.
 
-        Args:
-            other: the precision to compare with.
-            seen: the floating-point dtypes of the inputs, by module. Casting an input to its own dtype changes nothing.
+        `seen`: by module, the floating-point dtypes of its inputs. Casting an input to its own dtype changes nothing.
         """
         changed = {name for name in {*self.inputs, *other.inputs} if self.inputs.get(name) != other.inputs.get(name)}
         casts_nothing = all(
@@ -55,12 +49,7 @@ class Precision:
         return self.parameters == other.parameters and self.outputs == other.outputs and casts_nothing
 
 
-def policy_of(unit: PlannedUnit, default: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy of a unit, or the default."""
-    return resolve_mp(unit.options.get("mp_policy", default))
-
-
 NO_CASTS = Precision({}, {}, {})
 """Precision of a model without policies."""
 
-__all__ = ["NO_CASTS", "Precision", "policy_of"]
+__all__ = ["NO_CASTS", "Precision"]

@@ -69,6 +69,11 @@ class Program:
         self.retained_blocks: list[int] = []
         self._current: Launch | None = None
 
+    def clear(self) -> None:
+        """Begin a new step."""
+        for recorded in (self.instructions, self.places, self.messages):
+            recorded.clear()
+
     def enter(self, unit: str, phase: Phase, changes: int) -> None:
         """Start a new place: the next instructions belong to this unit and phase."""
         self.places.append(Place(len(self.instructions), unit, phase, changes))
@@ -96,13 +101,9 @@ class Program:
 
 
 def replay(events: Sequence[Event], ledger: Ledger | None, program: Program | None, *, on_host: bool = False) -> None:
-    """Record the memory of events in a ledger, and their operators in a program.
+    """Record the memory of an optimizer's events in a ledger, and their operators in a program, unless these are None.
 
-    Args:
-        events: the events of an optimizer's step.
-        ledger: None to leave the memory out.
-        program: None to leave the operators out.
-        on_host: True if the CPU runs them on host memory: one operator that reads and writes all bytes, and no memory.
+    `on_host`: True if the CPU runs them on host memory: one operator that reads and writes all bytes, and no memory.
     """
     ops = [event for event in events if isinstance(event, Op)]
     if on_host:
@@ -154,7 +155,11 @@ class RecordedStream:
         self._program, self._name, self._host = program, name, None if accelerator else HostStream()
 
     def run(
-        self, unit: str, start: Callable[[], StartedWork], finish: Callable[[], None], after: RecordedWork | None = None
+        self,
+        unit: str,
+        start: Callable[[], StartedWork],
+        finish: Callable[[], None] = lambda: None,
+        after: RecordedWork | None = None,
     ) -> RecordedWork:
         """Record a launch for a unit, and run `start` and `finish` as `Lane.run` does."""
         program = self._program

@@ -62,11 +62,7 @@ class ExplainArguments:
 
     @property
     def machine(self) -> Gpu:
-        """The GPU, with the number of GPUs of its machine.
-
-        Raises:
-            ValueError: for an unknown GPU, or a `per_node` that is no int of at least 1.
-        """
+        """The GPU, with the number of GPUs of its machine."""
         gpu = gpu_of(self.gpu)
         return gpu if self.per_node is None else replace(gpu, per_node=check_int("per_node", self.per_node))
 
@@ -82,11 +78,7 @@ class ExplainArguments:
 
     @property
     def mesh_sizes(self) -> tuple[int, int, bool]:
-        """(ranks that shard the parameters, replicas, True if the mesh has a replicate dim).
-
-        Raises:
-            ValueError: if the mesh does not have as many ranks as the world.
-        """
+        """(ranks that shard the parameters, replicas, True if the mesh has a replicate dim)."""
         mesh, world = self.mesh, self.world // self.tensor_parallel
         sizes = (world,) if mesh is None else (mesh,) if isinstance(mesh, int) else tuple(mesh)
         if len(sizes) > 2 or not all(isinstance(size, int) and size >= 1 for size in sizes):
@@ -100,11 +92,7 @@ class ExplainArguments:
         return (sizes[0], 1, False) if len(sizes) == 1 else (sizes[1], sizes[0], True)
 
     def check(self) -> None:
-        """Check all arguments that can be checked before the model is traced, which takes seconds.
-
-        Raises:
-            ValueError: for an invalid argument; the text names it.
-        """
+        """Raise ValueError for an invalid argument, before the model is traced, which takes seconds."""
         if self.engine not in get_args(Engine):
             raise ValueError(f"engine must be 'fullshard' or 'fsdp2', got {self.engine!r}.")
         gpu, world = self.machine, check_int("world", self.world)

@@ -51,32 +51,20 @@ backward and no head size 256. The causal backward is scaled by the ratio of the
 
 
 def attention_fraction(*, backward: bool, causal: bool, head: int, length: int) -> float:
-    """Return the speed of attention.
+    """Return the speed of attention as a fraction of `Gpu.attention`.
 
     Args:
         backward: whether to return the speed of the backward.
         causal: whether the mask is causal; flops then count half of the matrix.
         head: head size of the queries.
         length: number of keys per row.
-
-    Returns:
-        The speed as a fraction of `Gpu.attention`: the forward of infinitely long sequences without a mask, head size 128.
     """
     size = next((known for known in (64, 128) if head <= known), 256)
     return _ATTENTION[backward, causal, size].fraction(length)
 
 
 def matmul_fraction(rows: int, inner: int, columns: int) -> float:
-    """Return the speed of a matrix product.
-
-    Args:
-        rows: rows of the first factor.
-        inner: columns of the first factor, which the product sums over.
-        columns: columns of the second factor.
-
-    Returns:
-        The speed as a fraction of `Gpu.matmul`; more than 1 for large products.
-    """
+    """Return the speed of a product of (rows, inner) by (inner, columns) as a fraction of `Gpu.matmul`."""
     least = max(1, min(rows, inner, columns))
     return (1 + MATMUL_HALF_SIZE / MATMUL_REFERENCE_SIZE) / (1 + MATMUL_HALF_SIZE / least)
 

@@ -17,9 +17,9 @@ def report(estimate: StepEstimate) -> str:
     mesh = f"{setting.replicas} x {setting.ranks} ranks" if setting.hybrid else f"{setting.ranks} ranks"
     if setting.tensor_parallel > 1:
         mesh += f" x {setting.tensor_parallel} of tensor parallelism"
-    verdicts = {"fits": "fits", "tight": "tight", "no": "does not fit"}
+    verdict = "does not fit" if estimate.verdict == "no" else estimate.verdict
     lines = [
-        f"{verdicts[estimate.verdict]}: {_needs(estimate)} of {bytes_text(estimate.gpu.memory)} "
+        f"{verdict}: {_needs(estimate)} of {bytes_text(estimate.gpu.memory)} "
         f"on each {estimate.gpu.name if not estimate.gpu.synchronous else 'process'}, {mesh}"
         + (f" by {estimate.network.name}" if estimate.timeline.links.get("between") else "")
         + (" on the CPU" if estimate.gpu.synchronous else ""),
@@ -131,18 +131,10 @@ _LINKS = {"inside": "inside its machine", "between": "between machines", "host":
 
 def _kind_text(kind: str, count: int) -> str:
     """Return the words for `count` messages of a kind."""
-    collectives = {
-        "all_gather": "all-gather",
-        "reduce_scatter": "reduce-scatter",
-        "all_reduce": "all-reduce",
-        "heartbeat": "heartbeat",
-        "all_to_all": "all-to-all",
-        "talk": "agreement",
-    }
-    # All other kinds are copies between host and device ("to_host").
-    if kind not in collectives:
+    if kind.startswith("to_"):  # between host and device
         return f"copy {kind.replace('_', ' ')}"
-    return collectives[kind] if count == 1 else f"{collectives[kind]}s"
+    name = "agreement" if kind == "talk" else kind.replace("_", "-")
+    return name if count == 1 else f"{name}s"
 
 
 def figures(estimate: StepEstimate) -> dict[str, Any]:

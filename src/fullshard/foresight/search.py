@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -83,9 +84,7 @@ def _value_text(value: Any) -> str:
         )
     if isinstance(value, CPUOffloadPolicy):
         return "CPUOffloadPolicy()"
-    if isinstance(value, StateSharding):
-        return str(value)
-    return repr(value)
+    return str(value) if isinstance(value, StateSharding) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +271,16 @@ class _Search:
         for changes in self._all:
             if len(changes) == 1:
                 self._attempt(changes)
-        smallest = self.base if self._fits(self.base) else self._fastest_known(1)
+        smallest = self.base if self._fits(self.base) else self._fastest(c for c in self._known.values() if len(c.changes) == 1)
         if goal == "largest_batch":
             best = self._largest_batch()
         elif goal == "fewest_gpus":
             best = self._fewest_gpus()
+        elif goal == "fastest":
+            best = self._best(self._all) or self._fewer_rows()
         else:
-            best = (self._fewest_changes(smallest) if goal == "fits" else self._best(self._all)) or self._fewer_rows()
+            by_number = ([c for c in self._all if len(c) == number] for number in range(2, len(self._axes) + 1))
+            best = smallest or self._first_that_fits(by_number) or self._fewer_rows()
         skipped = {_key_of(changes): (changes, why) for changes, why in self._variants.skipped}
         tried, left = tuple(self._known.values()), len(self._left - self._known.keys())
         rest = left, self._gap, self._stopped
@@ -286,25 +288,14 @@ class _Search:
 
     # --- goals ---
 
-    def _fewest_changes(self, smallest: Candidate | None) -> Candidate | None:
-        """Return the fastest setting that fits with the fewest changes."""
-        if smallest is not None:
-            return smallest
-        for count in range(2, len(self._axes) + 1):
-            best = self._best([changes for changes in self._all if len(changes) == count])
-            if best is not None:
-                return best
-        return None
+    def _first_that_fits(self, choices: Iterable[Iterable[Changes]]) -> Candidate | None:
+        """Return the fastest setting of the first choice in which one fits."""
+        return next((best for choice in choices if (best := self._best(choice)) is not None), None)
 
     def _fewer_rows(self) -> Candidate | None:
         """Halve the rows until a setting fits, and return the fastest with these rows."""
         rows = self._variants.rows
-        while rows > 1:
-            rows //= 2
-            best = self._best(self._with_rows(rows=rows))
-            if best is not None:
-                return best
-        return None
+        return self._first_that_fits(self._with_rows(rows=rows >> halved) for halved in range(1, rows.bit_length()))
 
     def _largest_batch(self) -> Candidate | None:
         """Double the rows while a setting fits, and return the fastest with the most rows."""
@@ -324,32 +315,21 @@ class _Search:
         arguments, per_node = self._variants.arguments, self._variants.arguments.machine.per_node
         worlds = [*range(1, min(per_node, arguments.world) + 1), *range(2 * per_node, arguments.world + 1, per_node)]
         bisects = not self._variants.quick  # checking every world size would take minutes
-        if bisects:
-            worlds = worlds[self._first_world_that_fits(worlds) :]
-        for world in worlds:
-            best = self._best(self._with_world(world))
-            if best is not None:
-                return best
-        # The requested number of ranks may fit, but not be among those that were checked.
-        return self._best(self._with_world(arguments.world)) if bisects or self._stopped else None
+        if bisects:  # assumes that a larger number of ranks fits, too
+            worlds = worlds[bisect_left(worlds, True, key=self._seems_to_fit) :]
+        best = self._first_that_fits(map(self._with_world, worlds))
+        if best is None and (bisects or self._stopped):
+            # The requested number of ranks may fit, but not be among those that were checked.
+            best = self._best(self._with_world(arguments.world))
+        return best
 
-    def _first_world_that_fits(self, worlds: Sequence[int]) -> int:
-        """Return the index of the smallest world size with a setting that fits.
-
-        Only the settings with the lowest memory bounds are simulated. The bisection assumes that a larger world size fits, too.
-        """
-        low, high = 0, len(worlds)
-        while low < high and not self._out_of_time(found=False):
-            middle = (low + high) // 2
-            candidates = sorted(self._with_world(worlds[middle]), key=self._least_bytes)[:LOW_MEMORY_SETTINGS]
-            if any(
-                not self._out_of_time(found=False) and (one := self._attempt(c)) is not None and self._fits(one)
-                for c in candidates
-            ):
-                high = middle
-            else:
-                low = middle + 1
-        return high
+    def _seems_to_fit(self, world: int) -> bool:
+        """Return True if one of the settings with the lowest memory bounds fits this number of ranks."""
+        if self._out_of_time(found=False):
+            return False
+        leanest = sorted(self._with_world(world), key=self._least_bytes)[:LOW_MEMORY_SETTINGS]
+        found = (self._attempt(changes) for changes in leanest if not self._out_of_time(found=False))
+        return any(one is not None and self._fits(one) for one in found)
 
     def _least_bytes(self, changes: Changes) -> float:
         bound = self._variants.bound(changes)
@@ -379,8 +359,9 @@ class _Search:
         for number, changes in enumerate(candidates):
             self._enqueue(heap, number, changes)
         known = [self._known[key] for _, _, _, changes in heap if (key := _key_of(changes)) in self._known]
-        best = max((one for one in known if self._fits(one)), key=lambda one: one.speed, default=None)
-        if best is None and heap and not (self._has_found() and self._out_of_time(found=True)):
+        best = self._fastest(known)
+        found = any(map(self._fits, self._known.values()))
+        if best is None and heap and not (found and self._out_of_time(found=True)):
             # Simulate the setting with the lowest memory bound first, so that one that fits is found before time is up.
             lean = self._attempt(min((changes for *_, changes in heap), key=self._least_bytes))
             best = lean if lean is not None and self._fits(lean) else None
@@ -398,9 +379,6 @@ class _Search:
             if candidate is not None and self._fits(candidate) and (best is None or candidate.speed > best.speed):
                 best = candidate
         return best
-
-    def _has_found(self) -> bool:
-        return any(self._fits(one) for one in self._known.values())
 
     def _out_of_time(self, *, found: bool) -> bool:
         """Return True if time is up; without a setting that fits, the limit is `EXTRA_TIME` times as long."""
@@ -442,9 +420,8 @@ class _Search:
     def _fits(self, candidate: Candidate) -> bool:
         return candidate.needed <= self._max_bytes and candidate.explanation.pinned <= candidate.explanation.gpu.host
 
-    def _fastest_known(self, changes: int) -> Candidate | None:
-        found = [one for one in self._known.values() if len(one.changes) == changes and self._fits(one)]
-        return max(found, key=lambda one: one.speed, default=None)
+    def _fastest(self, candidates: Iterable[Candidate]) -> Candidate | None:
+        return max(filter(self._fits, candidates), key=lambda one: one.speed, default=None)
 
 
 __all__ = ["Candidate", "Found", "Goal", "search"]

@@ -130,8 +130,7 @@ def _muon_step(shards: tuple[LocalShard, ...], taken: frozenset[str], *, acceler
 def trace_model(arguments: ExplainArguments) -> TracedModel:
     """Build the model on meta, plan its units, and trace one step.
 
-    Raises:
-        ValueError: if the model, the batch or the step cannot be traced; the text is one line that names the remedy.
+    Raises ValueError if the model, the batch or the step cannot be traced; the text is one line that names the remedy.
     """
     with _torch.fake_ranks(arguments.tensor_parallel) as mesh:
         return _trace_model(arguments, mesh)
@@ -181,13 +180,7 @@ def _plan_of(model: nn.Module, arguments: ExplainArguments) -> Plan:
 
 @contextmanager
 def _checkpointed(model: nn.Module, names: Sequence[str], *, selective: bool) -> Iterator[None]:
-    """Checkpoint the forward of these modules within a `with` block.
-
-    Args:
-        model: the model.
-        names: names of the modules whose forward runs again in backward.
-        selective: keep the results of attention and of every second matrix product, see `_selective_contexts`.
-    """
+    """Checkpoint the forward of the modules `names` within a `with` block. `selective`: see `_selective_contexts`."""
     options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
     before: list[tuple[nn.Module, Any]] = []
     try:
@@ -223,9 +216,6 @@ def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
     """Call `build` and return (the model on meta, the known values of its buffers).
 
     A model on another device is copied to meta and is not changed.
-
-    Raises:
-        ValueError: if `build` is no function, raises, or returns a model that cannot be traced.
     """
     if isinstance(build, nn.Module) or not callable(build):
         raise ValueError(
@@ -283,11 +273,7 @@ def _needs_group(failure: BaseException) -> bool:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Check that no module is TorchScript, data parallel, a sparse embedding, or sharded already.
-
-    Raises:
-        ValueError: if there is such a module; the text names it.
-    """
+    """Raise ValueError if a module is TorchScript, data parallel, a sparse embedding, or sharded already."""
     for name, module in model.named_modules():
         kind, which = type(module).__name__, f"'{name}'" if name else "the model that build() returns"
         if isinstance(module, torch.jit.ScriptModule):
@@ -320,9 +306,6 @@ def tensors_of(batch: Any) -> Sequence[Any] | Mapping[str, Any]:
     """Return the arguments of the model's forward on the devices that the caller chose.
 
     A function is called with step number 0 under `torch.device("meta")`. A single tensor becomes a tuple.
-
-    Raises:
-        ValueError: if `batch` is no tensor, sequence or mapping, has no tensor, or has no rows.
     """
     if callable(batch) and not isinstance(batch, Tensor):
         try:
@@ -375,11 +358,7 @@ def batch_size_of(batch: Any) -> tuple[int, int, str]:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """Return the output's `.loss`, or the output itself if it has one element.
-
-    Raises:
-        Untraceable: if the output is no loss.
-    """
+    """Return the output's `.loss`, or the output itself if it has one element."""
     found = getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
@@ -400,11 +379,7 @@ def _blocks(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _modules_to_recompute(model: nn.Module, plan: Plan, blocks: list[str], recompute: Recompute) -> list[str]:
-    """Return the names of the modules that backward recomputes.
-
-    Raises:
-        ValueError: for an unknown value of `recompute`, or if the plan has no blocks to recompute.
-    """
+    """Return the names of the modules that backward recomputes."""
     if recompute == "none":
         return []
     if callable(recompute):
@@ -431,13 +406,7 @@ NO_DEVICE = ("Torch not compiled with CUDA", "NVIDIA driver", "CUDA-capable devi
 
 
 def _failure_text(part: str, failure: BaseException, model: nn.Module) -> str:
-    """Return one line that explains an exception in a part of the step and names the remedy.
-
-    Args:
-        part: "forward", "loss" or "backward".
-        failure: the exception.
-        model: the traced model, to name the module of the traceback.
-    """
+    """Return one line that explains an exception in a part of the step ("forward", "loss", "backward") and names the remedy."""
     text = " ".join(str(failure).split())
     op = next((word.strip("'\",.:()") for word in text.split() if word.strip("'\",.:()").startswith("aten::")), None)
     if "torch.nonzero()" in text:
@@ -506,14 +475,7 @@ class LocalShard:
 
 
 def _local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[str, int]) -> list[LocalShard]:
-    """Return the first rank's shards, which are the largest, of all parameters that receive gradients.
-
-    Args:
-        traced: the traced model.
-        ranks: number of ranks that share the parameters.
-        replicas: number of replicas, which share them as well under some levels of ZeRO.
-        dims: sharded dim by parameter name where it is not 0, as `Setting.dims`.
-    """
+    """Return the first rank's shards, the largest ones, of all parameters that receive gradients. `dims`: as in `Setting`."""
     graded = {event.parameter for event in traced.trace.events if isinstance(event, GradientReady)}
     options = {entry.name: planned.options for planned, entries in traced.plan.held() for entry in entries}
     found = []
@@ -532,12 +494,7 @@ def _local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[
 
 
 def shard_dims_of(traced: TracedModel) -> dict[str, int]:
-    """Return the dim along which `shard_placement_fn` of its unit shards each parameter, by name, where it is not 0.
-
-    Raises:
-        ValueError: if the function returns no dim of a parameter, or a dim other than 0 with the engine "fsdp2"; the text
-            names the parameter.
-    """
+    """Return the dim along which `shard_placement_fn` of its unit shards each parameter, by name, where it is not 0."""
     default = traced.arguments.shard_placement_fn
     functions = {
         entry.name: function

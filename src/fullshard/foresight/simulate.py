@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -141,6 +141,7 @@ class Simulation:
         return tuple(self.program.messages)
 
 
+@gc_paused()
 def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
     """Simulate two steps. The first knows no order of an earlier step to prefetch by, the second is like all later steps.
 
@@ -148,28 +149,14 @@ def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
         trace: a trace of the planned model, with the dtypes of the setting.
         plan: the units.
         setting: the options of the run.
-
-    Returns:
-        The simulation.
-
-    Raises:
-        ValueError: if a unit's `reshard_after_forward` does not divide the number of ranks, its level of ZeRO needs a hybrid
-            mesh, or FSDP2 is simulated and lacks one of its options.
     """
-    with gc_paused():
-        return _simulate(trace, plan, setting)
-
-
-def _simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
-    simulator = _Simulator(plan, setting, trace.operator_by_storage())
-    simulator.ledger.allocate(trace.buffers, "buffers", "")
-    simulator.ledger.allocate(trace.batch, "buffers", "")
+    simulator = _Simulator(trace, plan, setting)
     first_change = 0
     for step in range(2):
-        first_change = simulator.begin_step()
-        for number in range(setting.microbatches):
-            last = number == setting.microbatches - 1
-            simulator.run(trace, sync=last or not setting.accumulate, last=last, record_operators=step > 0)
+        first_change = len(simulator.ledger.changes)
+        simulator.program.clear()
+        for number in range(1, setting.microbatches + 1):
+            simulator.run(last=number == setting.microbatches, record_operators=step > 0)
         simulator.end_step()
     return Simulation(simulator.ledger, first_change, simulator.program, simulator.outside)
 
@@ -205,11 +192,12 @@ class _Simulator:
     counterpart, in the same order.
     """
 
-    def __init__(self, plan: Plan, setting: Setting, operators: Mapping[int, str]) -> None:
-        self.setting, self._operators = setting, operators
+    def __init__(self, trace: Trace, plan: Plan, setting: Setting) -> None:
+        self._trace, self.setting = trace, setting
+        self._operators = trace.operator_by_storage()
+        self._parameter_of = {one.storage: one.parameter for one in trace.events if isinstance(one, GradientReady)}
         self.outside: dict[int, str] = {}
-        self.ledger, self.program = Ledger(), Program()
-        self.scheduler = Scheduler()
+        self.ledger, self.program, self.scheduler = Ledger(), Program(), Scheduler()
         self._units: dict[int, _Unit] = {}
         self._unit_of_module: dict[str, _Unit] = {}
         self._unit_of_parameter: dict[str, _Unit] = {}
@@ -223,18 +211,12 @@ class _Simulator:
         self._in_flight, self._replicating = InFlight(), InFlight()  # reduce-scatters, and all-reduces over replicas
         self._started: list[SimulatedReduction] = []  # reductions of this backward
         self._grads: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
-        self._sync = True  # False if this backward accumulates gradients without reduction
         self._last = True  # True in the last microbatch of a step
         self._has_states = False  # True once the optimizer's states are allocated
         for number, (unit, entries) in enumerate(plan.held()):
             self._add_unit(number, unit, entries)
-        self._handlers: dict[type[Action], Callable[[_Unit], None]] = {
-            Unshard: self._unshard,
-            Wait: self._wait,
-            SaveSubgroupShard: self._save_subgroup_shard,
-            Reshard: self._reshard,
-            Reduce: self._reduce,
-        }
+        self.ledger.allocate(trace.buffers, "buffers", "")
+        self.ledger.allocate(trace.batch, "buffers", "")
 
     def _add_unit(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
         setting, options = self.setting, options_of(planned, self.setting)
@@ -250,29 +232,14 @@ class _Simulator:
 
     # --- events ---
 
-    def begin_step(self) -> int:
-        """Clear the program for a new step. Return the number of ledger changes before it."""
-        self.program.instructions.clear()
-        self.program.messages.clear()
-        self.program.places.clear()
-        return len(self.ledger.changes)
-
     def _enter(self, unit: str, phase: Phase) -> None:
         self.program.enter(unit, phase, len(self.ledger.changes))
 
-    def run(self, trace: Trace, *, sync: bool, last: bool, record_operators: bool) -> None:
-        """Run one forward and backward.
-
-        Args:
-            trace: the events of the step.
-            sync: True to reduce the gradients.
-            last: True in the last microbatch of a step.
-            record_operators: True to append operators to the program; False in the warm-up step.
-        """
-        self._sync, self._last = sync, last
+    def run(self, *, last: bool, record_operators: bool) -> None:
+        """Run one forward and backward. `last`: of the step. `record_operators`: True to append operators to the program."""
+        trace, parameter_of, self._last = self._trace, self._parameter_of, last
         calls: dict[int, ForwardCall] = {}
         blocks: dict[int, int] = {}  # by storage
-        parameter_of = {event.storage: event.parameter for event in trace.events if isinstance(event, GradientReady)}
         running = [""]
         self._enter("", "forward")
         record, kept, unit_name = self.program.instructions.append, trace.kept, ""
@@ -400,7 +367,11 @@ class _Simulator:
         """Run the optimizer's step and clear the gradients."""
         self._enter("", "optimizer")
         for step in self.setting.optimizer:
-            self._step_optimizer(step)
+            for nbytes in () if self._has_states else step.states:
+                self.ledger.allocate(nbytes, "pinned host" if step.on_host else "optimizer", "")
+            if step.owners is not None:
+                step.owners.run(self.ledger, self.program, on_host=step.on_host)
+            replay(step.events, self.ledger, self.program, on_host=step.on_host)
         self._has_states = True
         for unit in self._units.values():
             unit.stale = unit.stale or any(group.used for group in unit.groups)
@@ -411,15 +382,6 @@ class _Simulator:
             self.ledger.free(grad)
         self._grads.clear()
 
-    def _step_optimizer(self, step: OptimizerStep) -> None:
-        if not self._has_states:
-            kind: Category = "pinned host" if step.on_host else "optimizer"
-            for nbytes in step.states:
-                self.ledger.allocate(nbytes, kind, "")
-        if step.owners is not None:
-            step.owners.run(self.ledger, self.program, on_host=step.on_host)
-        replay(step.events, self.ledger, self.program, on_host=step.on_host)
-
     def _start_heartbeats(self, reductions: Sequence[SimulatedReduction]) -> list[RecordedWork]:
         """Start one heartbeat per collective log, followed by one over the replicas if there are any."""
         heartbeats: list[RecordedWork] = []
@@ -428,30 +390,38 @@ class _Simulator:
             logs[reduction.plan.log].append(reduction.plan)
         for plans in () if self._as_fsdp2 else logs.values():
             length = message_length(sum(len(plan.parameters) for plan in plans))
+
+            def send(ranks: int, length: int = length) -> StartedWork:
+                self.program.send(Message("heartbeat", torch.uint8, length, 1, ranks))
+                return StartedWork()
+
             first = plans[0]  # all groups of a log have the same ranks
-            work = self._reduce_stream.run("", partial(self._send_heartbeat, length, first.layout.ranks), _nothing)
+            work = self._reduce_stream.run("", partial(send, first.layout.ranks))
             if first.replicated:
-                work = self._replicate_stream.run(
-                    "", partial(self._send_heartbeat, length, first.replicas), _nothing, after=work
-                )
+                work = self._replicate_stream.run("", partial(send, first.replicas), after=work)
             heartbeats.append(work)
         return heartbeats
-
-    def _send_heartbeat(self, length: int, ranks: int) -> StartedWork:
-        self.program.send(Message("heartbeat", torch.uint8, length, 1, ranks))
-        return StartedWork()
 
     # --- actions ---
 
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            self._handlers[type(action)](self._units[action.unit])
-
-    def _unshard(self, unit: _Unit) -> None:
-        if self._as_fsdp2 and self.program.places[-1].phase == "forward":  # FSDP2 prefetches in backward only
-            unit.gathering = []
-            return
-        self._gather(unit)
+            unit = self._units[action.unit]
+            match action:
+                case Unshard():
+                    # FSDP2 prefetches in backward only.
+                    if not (self._as_fsdp2 and self.program.places[-1].phase == "forward"):
+                        self._gather(unit)
+                case Wait():
+                    self._wait(unit)
+                case SaveSubgroupShard():
+                    for group in unit.groups:
+                        group.save_subgroup_shard()
+                case Reshard():
+                    for group in unit.groups:
+                        group.free()
+                case Reduce():
+                    self._reduce(unit)
 
     def _gather(self, unit: _Unit) -> None:
         unit.stale = False
@@ -460,8 +430,10 @@ class _Simulator:
     def _start_gather(self, unit: _Unit, group: SimulatedGroup) -> RecordedWork:
         first = group.allocate_inner_shard()
         group.allocate_gather()
-        before = self._replicate_stream.run(unit.name, group.start_over_replicas, _nothing) if first else None
-        return self._gather_stream.run(unit.name, group.start_gather, _nothing, after=before)
+        before = None
+        if first is not None:
+            before = self._replicate_stream.run(unit.name, partial(group.start_hop, first, first=True))
+        return self._gather_stream.run(unit.name, group.start_gather, after=before)
 
     def _wait(self, unit: _Unit) -> None:
         if self._as_fsdp2 and not unit.gathering:
@@ -471,14 +443,6 @@ class _Simulator:
             group.finish_all_gather()
         unit.gathering = []
 
-    def _save_subgroup_shard(self, unit: _Unit) -> None:
-        for group in unit.groups:
-            group.save_subgroup_shard()
-
-    def _reshard(self, unit: _Unit) -> None:
-        for group in unit.groups:
-            group.free()
-
     def _reduce(self, unit: _Unit) -> None:
         for group in unit.groups:
             if group.plan.trainable:
@@ -487,7 +451,7 @@ class _Simulator:
 
     def _start_reduction(self, unit: _Unit, group: SimulatedGroup, grads: list[int | None]) -> None:
         """Start the reduction of a group's gradients, or accumulate them if this backward does not reduce."""
-        if not self._sync or (unit.record.options.states.keeps_gradients and not self._last):
+        if not self._last and (self.setting.accumulate or unit.record.options.states.keeps_gradients):
             return self.ledger.free_all(group.accumulate(grads))
         self._in_flight.make_room(group.plan.options.comm.reductions_in_flight)
         merged = group.merge(grads)
@@ -512,17 +476,8 @@ class _Simulator:
         self._replicating.poll()
 
 
-def _nothing() -> None: ...
-
-
 def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
-    """Return the options of a unit: its own, with the setting's as defaults.
-
-    Raises:
-        ValueError: if its `reshard_after_forward` does not divide the number of ranks, its level of ZeRO needs a hybrid mesh,
-            or FSDP2 is simulated and lacks one of its options.
-        TypeError: if the plan has an option that `fully_shard` does not have.
-    """
+    """Return the options of a unit: its own, with the setting's as defaults."""
     options: dict[str, Any] = {
         "mp_policy": setting.mp_policy,
         "comm_policy": setting.comm_policy,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
 from fullshard.foresight.trace import Allocated, Op
-from fullshard.policies import PRESETS, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding
+from fullshard.policies import PRESETS, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding
 from fullshard.wrap.plan import Plan
 
 Changes = Mapping[str, Any]
@@ -60,11 +61,7 @@ LARGEST_VALUES = 1 << 22
 
 
 def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list[list[Changes]]:
-    """Return one axis for each argument in `over`, or the default axes if it is None.
-
-    Raises:
-        ValueError: for a name in `over` that a search may not change, or that has no values.
-    """
+    """Return one axis for each argument in `over`, or the default axes if it is None."""
     arguments = base.traced.arguments
     if over is not None:
         axes: list[list[Changes]] = []
@@ -81,22 +78,20 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
             requested = getattr(arguments, name)
             axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
         return axes
+    comm = base.setting.comm_policy
     values_by_name: dict[str, list[Any]] = {
         "recompute": [way for way in RECOMPUTE_VALUES if way != arguments.recompute] if base.traced.blocks else [],
-        "microbatches": _microbatch_values(arguments, base.traced.rows),
+        "microbatches": [parts for parts in (2, 4, 8) if arguments.microbatches == 1 and base.traced.rows % parts == 0],
         "accumulate": [not arguments.accumulate],
         "reshard_after_forward": _reshard_values(base),
         "states": _state_values(base),
         "mesh": _mesh_values(base),
         "mp_policy": _mp_values(base),
-        "comm_policy": _comm_values(base.setting.comm_policy),
+        "comm_policy": [replace(comm, reductions_in_flight=comm.reductions_in_flight + 1), replace(comm, prefetch_bytes=0)],
         "offload_policy": [] if base.gpu.synchronous or _offloads(arguments) else [CPUOffloadPolicy()],
         "plan": _merged_plans(base),
     }
-    default_axes: list[list[Changes]] = [
-        [{}, *({name: value} for value in values)] for name, values in values_by_name.items() if values
-    ]
-    return default_axes
+    return [[{}, *({name: value} for value in values)] for name, values in values_by_name.items() if values]
 
 
 def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict[str, Any]]:
@@ -134,17 +129,11 @@ def _offloads(arguments: ExplainArguments) -> bool:
     return isinstance(arguments.offload_policy, CPUOffloadPolicy)
 
 
-def _microbatch_values(arguments: ExplainArguments, rows: int) -> list[int]:
-    return [parts for parts in (2, 4, 8) if rows % parts == 0] if arguments.microbatches == 1 else []
-
-
 def _reshard_values(base: Explanation) -> list[bool | int]:
     per_node, ranks = base.gpu.per_node, base.setting.ranks
-    values: list[bool | int] = [True, False]
-    if ranks > per_node and ranks % per_node == 0:
-        values.append(per_node)
+    machine = [per_node] if ranks > per_node and ranks % per_node == 0 else []
     requested = base.traced.arguments.reshard_after_forward
-    return [value for value in values if not _same(value, requested)]
+    return [value for value in (True, False, *machine) if not _same(value, requested)]
 
 
 def _state_values(base: Explanation) -> list[StateSharding]:
@@ -155,15 +144,11 @@ def _state_values(base: Explanation) -> list[StateSharding]:
 
 def _mesh_values(base: Explanation) -> list[tuple[int, int]]:
     """Return hybrid meshes (replicas, ranks of a shard group) whose shard groups have 1, 2, 4 or 8 whole machines."""
-    world, size = base.traced.arguments.world, base.gpu.per_node
     if base.traced.arguments.mesh is not None:
         return []
-    meshes = []
-    while size < world:
-        if world % size == 0:
-            meshes.append((world // size, size))
-        size *= 2
-    return meshes[:4]
+    world = base.traced.arguments.world
+    sizes = [base.gpu.per_node << doubled for doubled in range(world.bit_length())]
+    return [(world // size, size) for size in sizes if size < world and world % size == 0][:4]
 
 
 def _mp_values(base: Explanation) -> list[MixedPrecisionPolicy]:
@@ -171,10 +156,6 @@ def _mp_values(base: Explanation) -> list[MixedPrecisionPolicy]:
     if policy.param_dtype is None or policy.resolve(torch.float32).reduce == policy.param_dtype:
         return []
     return [replace(policy, reduce_dtype=policy.param_dtype)]
-
-
-def _comm_values(policy: CommPolicy) -> list[CommPolicy]:
-    return [replace(policy, reductions_in_flight=policy.reductions_in_flight + 1), replace(policy, prefetch_bytes=0)]
 
 
 def _merged_plans(r: Explanation) -> list[Plan]:
@@ -209,7 +190,6 @@ class Variants:
         self.rows = batch_size_of(self._batch)[0]
         self._batches = {self.rows: self._batch}  # by number of rows
         self._traced: dict[object, TracedModel] = {}  # by (id of the batch, `recompute`)
-        self._compute_costs: dict[int, _ComputeCost] = {}  # by id of the trace
         self._state_costs: dict[object, _StateCost] = {}  # by the arguments that it depends on
         self.quick: bool | None = None  # True if the first explanation took less than QUICK_SECONDS
         self.skipped: list[tuple[Changes, str]] = []  # (changes that `explain` does not accept, reason)
@@ -219,9 +199,6 @@ class Variants:
 
         The rows of the requested microbatches are divided among the new number of microbatches, unless the changes contain
         "rows" or "world".
-
-        Raises:
-            ValueError: if they cannot be divided.
         """
         if "rows" in changes or "world" in changes:
             return int(changes.get("rows", self.rows))
@@ -243,11 +220,7 @@ class Variants:
         return replace(self.arguments, batch=self._batches[rows], **rest)
 
     def run(self, changes: Changes) -> Explanation:
-        """Explain with these changes.
-
-        Raises:
-            ValueError: if `explain` does not accept them.
-        """
+        """Explain with these changes. Raises ValueError if `explain` does not accept them."""
         arguments = self.arguments_for(changes)
         key = id(arguments.batch), arguments.recompute
         started = time.process_time()
@@ -280,11 +253,9 @@ class Variants:
                 self.run(
                     {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
                 )
-            is_traced = self.is_traced(changes)
-            compute = self._compute_cost_of(
-                self._traced[id(arguments.batch), arguments.recompute] if is_traced else self._base_trace()
-            )
-            state = self._state_cost_of(arguments, self._base_trace())
+            is_traced, base = self.is_traced(changes), self._base_trace()
+            traced = self._traced[id(arguments.batch), arguments.recompute] if is_traced else base
+            compute, state = _compute_cost(traced, self.arguments.machine), self._state_cost_of(arguments, base)
         except ValueError as refused:
             self.skipped.append((dict(changes), str(refused)))
             return None
@@ -296,12 +267,15 @@ class Variants:
         if microbatches > 1:
             accumulated = state.kept_gradients + (state.gradients if arguments.accumulate else 0)
         nbytes = state.nbytes + accumulated + arguments.machine.context
+        computing = microbatches * compute.seconds
         if is_traced:
-            return Bound(max(microbatches * compute.seconds, communication), nbytes + compute.kept, state.pinned, is_traced)
-        # The same rows split into more microbatches take no less time. Other rows have no known bound of compute.
-        same_rows = self.rows_of(changes) * microbatches == self.rows * self.arguments.microbatches
-        seconds = max(self.arguments.microbatches * compute.seconds if same_rows else 0.0, communication)
-        return Bound(seconds, nbytes, state.pinned, is_traced)
+            nbytes += compute.kept
+        elif self.rows_of(changes) * microbatches == self.rows * self.arguments.microbatches:
+            # The same rows split into more microbatches take no less time.
+            computing = self.arguments.microbatches * compute.seconds
+        else:
+            computing = 0.0  # other rows have no known bound
+        return Bound(max(computing, communication), nbytes, state.pinned, is_traced)
 
     def _base_trace(self) -> TracedModel:
         """Return a trace of the requested batch, without recomputation unless `recompute` is a function."""
@@ -311,11 +285,6 @@ class Variants:
         if key not in self._traced:
             self.run({"recompute": "none"} if named else {})
         return self._traced[key]
-
-    def _compute_cost_of(self, traced: TracedModel) -> _ComputeCost:
-        if id(traced) not in self._compute_costs:
-            self._compute_costs[id(traced)] = _compute_cost(traced, self.arguments.machine)
-        return self._compute_costs[id(traced)]
 
     def _state_cost_of(self, arguments: ExplainArguments, traced: TracedModel) -> _StateCost:
         shape = arguments.world, repr(arguments.mesh)  # a list, or a tuple, or an int
@@ -331,11 +300,11 @@ class Variants:
 class _ComputeCost:
     """Compute cost of one microbatch."""
 
-    traced: TracedModel  # keeps the trace alive: costs are cached by its id
     seconds: float  # seconds of all operators, without any waiting
     kept: int  # bytes that stay after forward: activations, buffers and the batch
 
 
+@lru_cache(64)
 def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
     seconds: dict[object, float] = {}
     total = host = 0.0
@@ -351,7 +320,7 @@ def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
             kept += event.nbytes
     kept += traced.trace.buffers + traced.trace.batch
     # An accelerator computes while the host launches the next operators; on the CPU, both take time of the same threads.
-    return _ComputeCost(traced, total + host if gpu.synchronous else max(total, host), kept)
+    return _ComputeCost(total + host if gpu.synchronous else max(total, host), kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -551,11 +551,7 @@ class _TraceMode(_torch.TorchDispatchMode):
         return None if dtype is None else cast_floats(output, dtype)
 
     def record_gradient(self, name: str, parameter: Tensor) -> None:
-        """Record a parameter's accumulated gradient and clear `.grad`.
-
-        Raises:
-            Untraceable: if the gradient is missing, or if the forward or the loss produced it.
-        """
+        """Record a parameter's accumulated gradient and clear `.grad`."""
         grad = parameter.grad
         if grad is None:
             raise Untraceable(
@@ -601,18 +597,10 @@ def trace(
         keep_output: True if the training loop keeps the forward's output until backward ends.
         warm: True to trace one step before, which fills DTensor's caches of sharding propagation.
 
-    Returns:
-        The trace.
-
-    Raises:
-        ValueError: if a parameter is not on meta, a product has operands of several dtypes, the model runs under
-            torch.autocast, or the step cannot be traced.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model, x = nn.Linear(4, 4), torch.empty(2, 4)
-        >>> trace(model, (x,), loss=torch.sum).flops                  # 2 x 4 x 4, twice each, in forward and in backward
-        128
+    >>> with torch.device("meta"):
+    ...     model, x = nn.Linear(4, 4), torch.empty(2, 4)
+    >>> trace(model, (x,), loss=torch.sum).flops                      # 2 x 4 x 4, twice each, in forward and in backward
+    128
     """
     real = next((name for name, parameter in model.named_parameters() if parameter.device.type != "meta"), None)
     if real is not None:
@@ -630,11 +618,7 @@ def trace(
 
 
 def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split footprints into those of places ("model.py:12") and those of operators ("aten::nonzero").
-
-    Raises:
-        ValueError: if a name is neither a place nor an operator.
-    """
+    """Split footprints into those of places ("model.py:12") and those of operators ("aten::nonzero")."""
     places = {name: value for name, value in footprints.items() if re.search(r"[.]py:[0-9]+$", name)}
     operators = {name: value for name, value in footprints.items() if name not in places}
     for name in operators:

@@ -62,18 +62,13 @@ class Answers:
     used: set[str] = field(default_factory=set)  # names of `given` that were used
 
     def scalar(self, tensor: Tensor, known: KnownValue | None) -> Any:
-        """Return the number or bool for `tensor.item()`.
-
-        Raises:
-            Untraceable: if the value is a number that depends on data.
-        """
-        place, line = running_line()
-        given = self._user_answer(place)
+        """Return the number or bool for `tensor.item()`. A number that depends on data is refused."""
+        place, line, given = self._place()
         if given is not None:
             return given(tensor) if callable(given) else given
-        value = None if known is None else known.value()
-        if value is not None and known is not None:
-            return self._answer(place, line, value.item(), of_batch=known.of_batch)
+        value, of_batch = _value_of(known)
+        if value is not None:
+            return self._answer(place, line, value.item(), of_batch=of_batch)
         if tensor.dtype == torch.bool:
             return self._answer(place, line, None)
         raise Untraceable(
@@ -84,33 +79,27 @@ class Answers:
 
     def equal(self, one: KnownValue | None, other: KnownValue | None) -> Any:
         """Return True if two tensors of the same shape are equal."""
-        place, line = running_line()
-        given = self._user_answer(place)
+        place, line, given = self._place()
         if given is not None:
             return given
-        values = [None if known is None else known.value() for known in (one, other)]
-        if values[0] is None or values[1] is None or one is None or other is None:
+        (value, of_batch), (second, also_of_batch) = _value_of(one), _value_of(other)
+        if value is None or second is None:
             return self._answer(place, line, None)
-        return self._answer(place, line, torch.equal(values[0], values[1]), of_batch=one.of_batch or other.of_batch)
+        return self._answer(place, line, torch.equal(value, second), of_batch=of_batch or also_of_batch)
 
     def on_host(self, tensor: Tensor, known: KnownValue | None) -> Tensor:
-        """Return the values of a meta tensor that is copied to the host.
-
-        Raises:
-            Untraceable: if the values depend on data.
-        """
-        place, line = running_line()
-        given = self._user_answer(place)
+        """Return the values of a meta tensor that is copied to the host. Values that depend on data are refused."""
+        place, line, given = self._place()
         if given is not None:
             return torch.as_tensor(given(tensor) if callable(given) else given, dtype=tensor.dtype).reshape(tensor.shape)
-        value = None if known is None else known.value()
-        if value is None or known is None:
+        value, of_batch = _value_of(known)
+        if value is None:
             raise Untraceable(
                 f"{place} (`{line}`) copies values to the host that depend on data, which the meta device does not have. Pass "
                 f"them with explain(footprints={{'{place}': [...]}}), as many as a tensor of shape {tuple(tensor.shape)} has, "
                 "or pass a batch with values."
             )
-        self._answer(place, line, _short(value), of_batch=known.of_batch)
+        self._answer(place, line, f"{value.flatten()[:4].tolist()}{'...' if value.numel() > 4 else ''}", of_batch=of_batch)
         return value.clone()
 
     def record_shape(self, found: Any, *, of_batch: bool) -> None:
@@ -118,12 +107,14 @@ class Answers:
         if of_batch:
             self._answer(*running_line(), f"of shape {tuple(next(tensors_in(found)).shape)}", of_batch=True)
 
-    def _user_answer(self, place: str) -> Any:
+    def _place(self) -> tuple[str, str, Any]:
+        """Return the running line of the program, (place, source text), and the user's answer for it, or None."""
+        place, line = running_line()
         for name, given in self.given.items():
             if place == name or name.endswith(f"/{place}"):
                 self.used.add(name)
-                return given
-        return None
+                return place, line, given
+        return place, line, None
 
     def _answer(self, place: str, line: str, answer: Any, *, of_batch: bool = False) -> Any:
         """Record a read and return its answer. `answer` is None if the value depends on data."""
@@ -143,8 +134,9 @@ class Answers:
         return answer
 
 
-def _short(value: Tensor) -> str:
-    return f"{value.flatten()[:4].tolist()}{'...' if value.numel() > 4 else ''}"
+def _value_of(known: KnownValue | None) -> tuple[Tensor | None, bool]:
+    """Return a known value, None for an unknown one, and whether it depends on the batch's values."""
+    return (None, False) if known is None else (known.value(), known.of_batch)
 
 
 _FULLSHARD_DIR = str(Path(__file__).parent.parent)
@@ -180,7 +172,7 @@ def decide(
 ) -> tuple[Run, tuple[str, ...]]:
     """Trace a step, and trace it with every combination of answers that depend on data, to check that they do not matter.
 
-    A place gets the same answer at each read.
+    A place gets the same answer at each read. Raises Untraceable if several answers are possible and give different traces.
 
     Args:
         trace: a function that traces the step with given answers.
@@ -189,9 +181,6 @@ def decide(
 
     Returns:
         The trace, and notes on answers from the batch's values for which another answer gives another trace.
-
-    Raises:
-        ValueError: if several answers are possible and give different traces. The text names the place and the choice.
     """
     answers, found = _first_trace(trace, given)
     todo = _untried(answers)

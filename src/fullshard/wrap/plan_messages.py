@@ -117,10 +117,7 @@ def group_entries(
 ) -> list[EntryGroup]:
     """Group the planned parameters of a unit as `group_parameters` will group its parameters.
 
-    Args:
-        entries: parameters of the unit.
-        mp: dtypes.
-        replicated: whether a parameter stays replicated, for a level that shards over replicas; else None.
+    `replicated`: whether a parameter stays replicated, for a level that shards over replicas; else None.
     """
     groups: dict[tuple[Dtypes, bool, bool, bool], list[PlanEntry]] = {}
     for entry in entries:
