@@ -127,9 +127,3 @@ def extend_unscaling(instead: Callable[..., Any]) -> Undo:
     # Private: `_unscale_grads_`, which `unscale_` and `step` of the scaler call. If they stop doing so, `instead` never runs,
     # and ranks decide by the mesh of the first gradient.
     return extended(torch.amp.GradScaler, "_unscale_grads_", instead)
-
-
-def unscale_and_check(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply tensors of one device and dtype by `inv_scale` in place, and set `found_inf` to 1 if one is not finite."""
-    # Private: the operator that GradScaler itself calls. There is no public one that also checks.
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)

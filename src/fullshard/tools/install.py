@@ -70,19 +70,6 @@ def _trunc_normal(original: Callable[..., Tensor], tensor: Tensor, *args: Any, *
     return tensor
 
 
-def _groups_of(parameters: list[Tensor]) -> list[tuple[str, dist.ProcessGroup]]:
-    """Return the device type and process group of each mesh dim that parameters are distributed over, each group once.
-
-    They depend on the parameters, not on their gradients: all ranks must reduce over the same groups in the same order.
-    """
-    found: dict[dist.ProcessGroup, str] = {}
-    for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)):
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                found.setdefault(mesh.get_group(dim), mesh.device_type)
-    return [(device_type, group) for group, device_type in found.items()]
-
-
 @torch.no_grad()
 def _unscale(
     original: Callable[..., dict[torch.device, Tensor]],
@@ -102,27 +89,28 @@ def _unscale(
     """
     rebind(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    groups = _groups_of(parameters)
     if not logical_parameters(parameters):
         return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-    plain = [parameter for parameter in parameters if not isinstance(parameter.grad, DTensor)]
-    by_device = original(scaler, SimpleNamespace(param_groups=[{"params": plain}]), inv_scale, found_inf, allow_fp16)
-    grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    unscaled = []
     for parameter in parameters:
-        if isinstance(parameter.grad, DTensor):
-            if parameter.grad.dtype == torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            local = to_local(parameter.grad)
-            grads.setdefault((local.device, local.dtype), []).append(local)
-    for (device, _), locals_ in grads.items():
-        found = by_device.setdefault(device, found_inf if device == found_inf.device else found_inf.to(device))
-        _torch.unscale_and_check(locals_, found, inv_scale.to(device))
+        if isinstance(parameter.grad, DTensor):  # a plain tensor with the local gradient takes its place
+            grad = to_local(parameter.grad)
+            parameter = grad.detach()
+            parameter.grad = grad
+        unscaled.append(parameter)
+    by_device = original(scaler, SimpleNamespace(param_groups=[{"params": unscaled}]), inv_scale, found_inf, allow_fp16)
+    # The groups depend on the parameters, not on their gradients: all ranks must reduce over the same ones in the same order.
+    groups: dict[dist.ProcessGroup, str] = {}  # with the device type
+    for mesh in dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                groups.setdefault(mesh.get_group(dim), mesh.device_type)
     # Also if this rank has no gradient, since the others reduce: -1 stands for none.
     none = not by_device
     every = [torch.full_like(found_inf, -1.0)] if none else [one.to(found_inf.device) for one in by_device.values()]
     total = torch.stack(every).max()
     # Forward and backward: a maximum over the groups of one mesh reaches ranks that only the groups of another one connect.
-    for device_type, group in [*groups, *groups[-2::-1]]:
+    for group, device_type in [*groups.items(), *[*groups.items()][-2::-1]]:
         part = total if device_type == total.device.type else total.to(device_type)
         dist.all_reduce(part, dist.ReduceOp.MAX, group=group)
         total = part.to(total.device)

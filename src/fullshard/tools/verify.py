@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,77 +136,81 @@ def verify(
     check_int("ranks", ranks)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
-    program = _Program(build, batch, steps, shard, loss, optimizer, seed, tolerance)
-    if dist.is_initialized():
-        return program.run()
-    return _run_on_processes(program, ranks)
+    program = partial(_verdict, build, batch, steps, shard, loss, optimizer, seed, tolerance)
+    return program() if dist.is_initialized() else _run_on_processes(program, ranks)
 
 
-@dataclass(frozen=True)
-class _Program:
-    """The arguments of `verify`, and the comparison that every rank runs with them."""
+def _verdict(
+    build: Build,
+    batch: Any,
+    steps: int,
+    shard: Callable[[nn.Module], object],
+    loss: Loss,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    seed: int,
+    tolerance: float,
+) -> Verdict:
+    """Return the verdict of `verify` with these arguments. Every rank calls it."""
+    torch.manual_seed(seed)
+    plain = build()
+    torch.manual_seed(seed)
+    sharded = build()
+    shard(sharded)
+    device = next((p.device for p in sharded.parameters()), torch.device("cpu"))
+    plain.to(device)
+    optimizers = [optimizer(m.parameters(), lr=1e-3) for m in (plain, sharded)]
+    compared = partial(_difference, tolerance)
+    first: Difference | None = None
+    for step in range(steps):
+        losses = []
+        for model in (plain, sharded):
+            torch.manual_seed(seed + 1 + step)
+            losses.append(loss(_call(model, _batch(batch, step, device))))
+            losses[-1].backward()
+        ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())
+        found = [compared(step, "loss", "", losses[1], losses[0])]  # on every rank: comparing is collective
+        found += [compared(step, "gradient", name, ours[name].grad, p.grad) for name, p in theirs.items()]
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+        found += [compared(step, "value", name, ours[name], p) for name, p in theirs.items()]
+        first = next((difference for difference in found if difference is not None), None)
+        if ext.any_failed(None, first is not None):
+            break
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, first)
+    return Verdict(
+        steps, len(of_ranks), len(list(plain.parameters())), next((one for one in of_ranks if one is not None), None)
+    )
 
-    build: Build
-    batch: Any
-    steps: int
-    shard: Callable[[nn.Module], object]
-    loss: Loss
-    optimizer: Callable[..., torch.optim.Optimizer]
-    seed: int
-    tolerance: float
 
-    def run(self) -> Verdict:
-        torch.manual_seed(self.seed)
-        plain = self.build()
-        torch.manual_seed(self.seed)
-        sharded = self.build()
-        self.shard(sharded)
-        device = next((p.device for p in sharded.parameters()), torch.device("cpu"))
-        plain.to(device)
-        optimizers = [self.optimizer(m.parameters(), lr=1e-3) for m in (plain, sharded)]
-        names = list(dict(plain.named_parameters()))
-        first: Difference | None = None
-        for step in range(self.steps):
-            losses = []
-            for model in (plain, sharded):
-                torch.manual_seed(self.seed + 1 + step)
-                losses.append(self.loss(_call(model, self._batch(step, device))))
-                losses[-1].backward()
-            found = [self._compare(step, "loss", "", losses[1], losses[0])]  # on every rank: comparing is collective
-            ours = dict(sharded.named_parameters())
-            found += [self._compare(step, "gradient", n, ours[n].grad, p.grad) for n, p in plain.named_parameters()]
-            for one in optimizers:
-                one.step()
-                one.zero_grad()
-            found += [self._compare(step, "value", n, ours[n], p) for n, p in plain.named_parameters()]
-            first = next((difference for difference in found if difference is not None), None)
-            if ext.any_failed(None, first is not None):
-                break
-        return Verdict(self.steps, dist.get_world_size(), len(names), _first_difference(first))
+def _batch(batch: Any, step: int, device: torch.device) -> Any:
+    """Return a copy of the arguments of the model in a step, since it may write to its inputs."""
 
-    def _batch(self, step: int, device: torch.device) -> Any:
-        given = self.batch(step) if callable(self.batch) and not isinstance(self.batch, Tensor) else self.batch
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-        def copied(tensor: Tensor) -> Tensor:  # since a model may write to its inputs
-            return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+    given = batch(step) if callable(batch) and not isinstance(batch, Tensor) else batch
+    return _torch.tree_map_only(Tensor, copied, copy.copy(given))
 
-        return _torch.tree_map_only(Tensor, copied, copy.copy(given))
 
-    def _compare(self, step: int, what: str, name: str, ours: Tensor | None, theirs: Tensor | None) -> Difference | None:
-        if ours is None or theirs is None:
-            if (ours is None) != (theirs is None):
-                missing = "is missing" if ours is None else "is there, the plain one's is None"
-                return Difference(step, f"{what} ({missing})", name, float("inf"), 0.0)
-            return None
-        whole = full_tensor(ours) if hasattr(ours, "device_mesh") else ours.detach()  # type: ignore[arg-type]
-        expected = theirs.detach().to(whole.device)
-        if not expected.numel():
-            return None
-        worst = (whole.double() - expected.double()).abs().max().item()
-        scale = expected.double().abs().max().item()
-        if worst <= self.tolerance * max(scale, 1e-6) + 1e-12:  # False for NaN
-            return None
-        return Difference(step, what, name, worst, scale)
+def _difference(
+    tolerance: float, step: int, what: str, name: str, ours: Tensor | None, theirs: Tensor | None
+) -> Difference | None:
+    if ours is None or theirs is None:
+        if (ours is None) != (theirs is None):
+            missing = "is missing" if ours is None else "is there, the plain one's is None"
+            return Difference(step, f"{what} ({missing})", name, float("inf"), 0.0)
+        return None
+    whole = full_tensor(ours) if hasattr(ours, "device_mesh") else ours.detach()  # type: ignore[arg-type]
+    expected = theirs.detach().to(whole.device)
+    if not expected.numel():
+        return None
+    worst = (whole.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    if worst <= tolerance * max(scale, 1e-6) + 1e-12:  # False for NaN
+        return None
+    return Difference(step, what, name, worst, scale)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -214,25 +219,18 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _first_difference(mine: Difference | None) -> Difference | None:
-    """Return the difference of the first rank that found one (collective)."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return next((one for one in found if one is not None), None)
-
-
-def _run_rank(rank: int, ranks: int, program: _Program, store: str, verdicts: Any) -> None:
+def _run_rank(rank: int, ranks: int, program: Callable[[], Verdict], store: str, verdicts: Any) -> None:
     torch.set_num_threads(1)
     # CPU only: with an accelerator's backend the accelerator would be used, which is not possible in forked processes.
     dist.init_process_group("cpu:gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    verdict = program.run()
+    verdict = program()
     if rank == 0:
         verdicts.put(verdict)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _run_on_processes(program: _Program, ranks: int) -> Verdict:
+def _run_on_processes(program: Callable[[], Verdict], ranks: int) -> Verdict:
     """Run the program on gloo ranks on the CPU of this machine."""
     verdicts = torch.multiprocessing.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="fullshard-verify") as folder:
