@@ -95,7 +95,9 @@ def test_a_handle_waits_later_and_until_then_the_units_run_nothing(world: World)
         StateError, match=r"The forward of unit 'Stack' was called while its gradients are being reduced. Call wait"
     ):
         sharded(microbatch(world, 1))
-    with pytest.raises(StateError, match=r"finalize_backward\(\) of unit 'Stack' was called while its gradients are being reduced"):
+    with pytest.raises(
+        StateError, match=r"finalize_backward\(\) of unit 'Stack' was called while its gradients are being reduced"
+    ):
         sharded.finalize_backward()
     with pytest.raises(StateError, match=r"arrived\. Call finalize_backward\(\), and wait\(\) of its handle"):
         torch.optim.SGD(sharded.parameters(), lr=0.1).step()
