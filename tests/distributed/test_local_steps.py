@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
-from fullshard.core.sharded_param import to_local
+from fullshard import _torch
 from fullshard.optim import optimizer_hooks as steps
 from fullshard.optim.local_steps import ELEMENT_WISE, is_element_wise
 
@@ -113,21 +113,21 @@ def test_weights_and_states_are_those_of_plain_tensors_and_of_dtensors(world: Wo
     models = [shard_stack(Stack(), world.mesh) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     ours = kind(models[0].parameters(), **options)
-    plain = [nn.Parameter(to_local(parameter).clone()) for parameter in models[0].parameters()]
+    plain = [nn.Parameter(_torch.local_part(parameter).clone()) for parameter in models[0].parameters()]
     expected = kind(plain, **options)
     for step in range(3):
         square(models[0](world.mine(batch(step)))).backward()
         for parameter, reference in zip(models[0].parameters(), plain):
-            reference.grad = to_local(parameter.grad).clone()
+            reference.grad = _torch.local_part(parameter.grad).clone()
         with Kinds() as seen:
             ours.step()
         assert seen.count and (step == 0 or not seen.of_dtensors)
         expected.step()
         ours.zero_grad()
     for (of, parameter), reference in zip(models[0].named_parameters(), plain):
-        assert torch.equal(to_local(parameter), reference), of
+        assert torch.equal(_torch.local_part(parameter), reference), of
         for key, value in expected.state[reference].items():
-            assert torch.equal(to_local(ours.state[parameter][key]), value) if isinstance(value, Tensor) else True, (
+            assert torch.equal(_torch.local_part(ours.state[parameter][key]), value) if isinstance(value, Tensor) else True, (
                 f"{of} {key}"
             )
     if name not in ("Adagrad, fused", "SGD, fused", "Rprop"):

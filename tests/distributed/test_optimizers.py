@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # imported before fullshard replaces anything
 
 import fullshard
-from fullshard.core.sharded_param import to_local
+from fullshard import _torch
 
 
 @pytest.mark.rotates(3)
@@ -92,13 +92,15 @@ def test_after_install_torchs_clipping_mixes_sharded_and_plain_parameters(world:
     with fullshard.installed():
         _clipped_by_torch(model, sharded)
         square(sharded(batch(0))).backward()
-        before = [to_local(p.grad).clone() for p in sharded.parameters()]
+        before = [_torch.local_part(p.grad).clone() for p in sharded.parameters()]
         if world.rank == 0:
             sharded[0].weight.grad.to_local().fill_(float("inf"))
             before[0].fill_(float("inf"))
         with pytest.raises(RuntimeError, match="norm over all ranks"):
             early_clip_grad_norm_(sharded.parameters(), 1.0, error_if_nonfinite=True)
-        assert all(torch.equal(to_local(p.grad), grad) for p, grad in zip(sharded.parameters(), before)), "nothing was changed"
+        assert all(torch.equal(_torch.local_part(p.grad), grad) for p, grad in zip(sharded.parameters(), before)), (
+            "nothing was changed"
+        )
 
 
 @pytest.mark.proves("13a")

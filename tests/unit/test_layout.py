@@ -160,7 +160,7 @@ def test_a_reduction_covers_every_parameter_once(
 def test_large_messages_are_direct_by_default_whatever_the_number_of_ranks(
     matrices: list[tuple[int, ...]], ranks: int, expected: int
 ) -> None:
-    layout = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule.default(256 << 10))
+    layout = plan_layout(matrices, ranks=ranks, itemsize=4, direct=DirectRule.of(None, 256 << 10))
     direct = [index for index, place in enumerate(layout.offsets) if place.direct]
     largest = sorted(range(len(matrices)), key=lambda index: -math.prod(matrices[index]))
     assert direct == sorted(largest[:expected])
@@ -184,7 +184,7 @@ def test_slices_cover_every_chunk_once_in_messages_of_at_most_the_limit(sizes: l
 
 @given(ranks=st.sampled_from([8, 64, 512]), rows=st.lists(st.sampled_from([64, 512, 1024, 4096]), min_size=1, max_size=60))
 def test_what_is_packed_by_default_fits_into_staging(ranks: int, rows: list[int]) -> None:
-    layout = plan_layout([(r, 1024) for r in rows], ranks=ranks, itemsize=4, direct=DirectRule.default(256 << 10))
+    layout = plan_layout([(r, 1024) for r in rows], ranks=ranks, itemsize=4, direct=DirectRule.of(None, 256 << 10))
     packed = 0 if layout.packed is None else layout.packed.size * ranks * 4
     left = [r for r, place in zip(rows, layout.offsets) if not place.direct]
     small = all(r * 4096 < MIB or -(-r // ranks) * 4096 < 4096 for r in left)

@@ -19,8 +19,7 @@ collectives_pool.py    the collectives of process groups, and what the options o
 agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
-full_tensors.py        full and unsharded tensors of sharded parameters
-shard_values.py        copies into and out of shards: fully_shard(), parameters that the user assigned, and loading
+shard_values.py        values into and out of shards: fully_shard(), loading, full tensors
 group_grads.py         GroupGradients: gradients kept between backwards
 layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
 mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
@@ -43,7 +42,6 @@ from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.communicator import CollectiveCall, Communicator
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
-from fullshard.core.full_tensors import all_gather_full, all_gather_unsharded, full_tensor
 from fullshard.core.heartbeat import SentHeartbeat, message_length
 from fullshard.core.hooks import (
     BackwardHook,
@@ -93,35 +91,22 @@ from fullshard.core.scheduler import (
     Wait,
 )
 from fullshard.core.shard_values import (
+    all_gather_full,
+    all_gather_unsharded,
     clone_shard,
+    full_tensor,
     like_shard,
     replace_rows,
     shard_of,
     write_unsharded,
 )
-from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, to_local
-from fullshard.core.sharded_tensor import (
-    LOGICAL,
-    ShardedDTensor,
-    parameter_of,
-    register_operator,
-    restore_subclass,
-    use_plain_dtensor,
-)
+from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, user_attributes
+from fullshard.core.sharded_tensor import LOGICAL, OPERATORS, ShardedDTensor, parameter_of, restore_subclass, use_plain_dtensor
 from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of, version_of_memory
 from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_modules import ForwardProgress
 from fullshard.core.unit_options import UnitOptions
-from fullshard.core.units import (
-    attach_unit,
-    detach_unit,
-    own_modules,
-    recovered,
-    require_unit,
-    unit_of,
-    units_below,
-    units_of,
-)
+from fullshard.core.units import attach_unit, detach_unit, own_modules, recovered, require_unit, unit_of, units_below, units_of
 from fullshard.core.unsharded_buffer import (
     FlatBuffer,
     GroupCollectives,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 ALIGN_BYTES = 16
 KIB, MIB = 1 << 10, 1 << 20
@@ -48,19 +48,17 @@ class DirectRule:
 
     - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters that may be direct.
     - They have MIN_MESSAGE bytes over all ranks and the packed parameters would need more than `staging_limit`.
-
-    Attributes:
-        min_chunk: bytes per rank from which every parameter that may be direct is direct; `inf` for none.
-        automatic: whether the rules above apply.
     """
 
-    min_chunk: float
+    min_chunk: float  # bytes per rank from which every parameter that may be direct is direct; `inf` for none
     automatic: bool = False
 
     @classmethod
-    def default(cls, min_chunk: float) -> DirectRule:
-        """Return the rule for a caller that sets no limit, on a backend that wants chunks of at least `min_chunk` bytes."""
-        return cls(min_chunk, automatic=min_chunk < float("inf"))
+    def of(cls, limit: float | None, least: float) -> DirectRule:
+        """Return the rule for the caller's limit, None for none, on a backend that wants chunks of at least `least` bytes."""
+        if limit is None or least == inf:
+            return cls(least, automatic=least < inf)
+        return cls(limit)
 
     def choose(self, chunks: Sequence[int], eligible: Sequence[bool], ranks: int) -> set[int]:
         """Return the indices of the direct parameters. `chunks`: bytes per rank; `eligible`: whether each may be direct."""
@@ -322,13 +320,10 @@ def plan_layout(
     per_rank = [outer * chunk * itemsize for chunk in chunks]  # bytes
     chosen = direct.choose(per_rank, [dim == 0 for dim in dims], ranks // outer)
     chosen = {index for index in chosen if chunks[index] * itemsize % ALIGN_BYTES == 0}  # in the first hop as well
-
-    def is_even(index: int) -> bool:
-        return chunks[index] * ranks == prod(shapes[index])
-
+    even = {index for index in chosen if chunks[index] * ranks == prod(shapes[index])}
     # packed parameters first, then direct ones with even chunks last: `reduction` packs a prefix of the flat shard
-    order = sorted(range(len(shapes)), key=lambda i: (i in chosen, dims[i] != 0, i in chosen and is_even(i)))
-    offsets: list[ParamOffsets | None] = [None] * len(shapes)
+    order = sorted(range(len(shapes)), key=lambda i: (i in chosen, dims[i] != 0, i in even))
+    offsets: dict[int, ParamOffsets] = {}
     packed: list[Segment] = []
     direct_buckets: list[Bucket] = []
     offset = 0  # the next free element of the flat shard
@@ -345,10 +340,9 @@ def plan_layout(
             packed.append(Segment(-1, gap, ranks * offset))
             offset += gap
     packed_buckets = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
-    assert all(place is not None for place in offsets)
     return GroupLayout(
         ranks=ranks,
-        offsets=tuple(place for place in offsets if place is not None),
+        offsets=tuple(offsets[index] for index in range(len(shapes))),
         buckets=(*packed_buckets, *direct_buckets),
         shard_numel=offset,
         unsharded_numel=ranks * offset,

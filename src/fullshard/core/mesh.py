@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         for key in ("shard", "replicate"):
             value = getattr(self, key)
-            listed = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
-            if not all(isinstance(name, str) for name in listed):
+            if not all(isinstance(name, str) for name in _listed(value)):
                 raise ValueError(f"{key}= of DataParallelMeshDims must be a name, a tuple of names or None, got {value!r}.")
         if not (self.shard_names or self.replicate_names):
             given = "None for both" if self.shard is self.replicate is None else f"{self.shard!r} and {self.replicate!r}"
@@ -50,18 +50,16 @@ class DataParallelMeshDims:
     @property
     def shard_names(self) -> tuple[str, ...]:
         """Names of the axes to shard over."""
-        return _names(self.shard)
+        return _listed(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
         """Names of the axes to replicate over."""
-        return _names(self.replicate)
+        return _listed(self.replicate)
 
 
-def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)
+def _listed(value: Any) -> tuple[Any, ...]:
+    return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,37 +73,20 @@ class ReplicateAxis:
 
 @dataclass(frozen=True, eq=False)
 class ShardAxis:
-    """Axis that parameters are sharded over. A mesh has one, with at most one replicate axis (`replicas`).
+    """Axis that parameters are sharded over. A mesh has one, with at most one replicate axis (`replicas`)."""
 
-    Attributes:
-        mesh: mesh of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate).
-        group: process group of the ranks that parameters are sharded over; None if they are only replicated. `ranks` is 1 then.
-        ranks: number of shards.
-        rank: coordinate of this rank on the axis.
-        device: device of this rank.
-        replicas: axis that shards are replicated over; None if there is none.
-        full_mesh: mesh of all parallelisms, given with `dims`; parameters are already DTensors on it.
-        dims: the data-parallel axes of `full_mesh`.
-        hybrid: for an axis of all ranks of a hybrid mesh, the axis of that mesh; else None. Training communicates over it in
-            two hops, one per axis of that mesh, and logs there.
-    """
-
-    mesh: DeviceMesh
-    group: dist.ProcessGroup | None
-    ranks: int
-    rank: int
-    device: torch.device
-    replicas: ReplicateAxis | None = None
-    full_mesh: DeviceMesh | None = None
-    dims: DataParallelMeshDims | None = None
+    mesh: DeviceMesh  # of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate)
+    group: dist.ProcessGroup | None  # of the ranks that parameters are sharded over; None if they are only replicated
+    ranks: int  # number of shards; 1 without a group
+    rank: int  # coordinate of this rank on the axis
+    device: torch.device  # of this rank
+    replicas: ReplicateAxis | None = None  # axis that shards are replicated over
+    full_mesh: DeviceMesh | None = None  # mesh of all parallelisms, on which parameters are DTensors already
+    dims: DataParallelMeshDims | None = None  # the data-parallel axes of `full_mesh`
+    is_replicated: bool = False  # made by `replicated_axis`: it only replicates, although its mesh has an axis to shard over
+    # For an axis of all ranks of a hybrid mesh, the axis of that mesh. Training communicates over it in two hops, one per axis
+    # of that mesh, and logs there.
     hybrid: ShardAxis | None = None
-    # The meshes of tensor-parallel parameters on an axis with `hybrid`, by the tensor-parallel mesh.
-    joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict)
-
-    @property
-    def transport(self) -> ShardAxis:
-        """The axis that training communicates over: `hybrid`, or this axis if it has none."""
-        return self if self.hybrid is None else self.hybrid
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -133,21 +114,59 @@ class ShardAxis:
         """Key of the process groups; equal for axes with the same groups of their own."""
         return id(self.group), id(self.replicas.group if self.replicas else None)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.hybrid is not None:
-            return axis_of_all_ranks, (self.hybrid,)
-        return _unpickle_axis, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.is_replicated)
-
     @property
-    def is_replicated(self) -> bool:
-        """True if `replicated_axis` made this axis: it only replicates, although its mesh has an axis to shard over."""
-        return self.group is None and (self.dims is None or bool(self.dims.shard_names))
+    def data_axes(self) -> tuple[int, ...]:
+        """Indices of the data-parallel axes of `full_mesh`, or else of `mesh`; those that are sharded over come last."""
+        if self.full_mesh is None or self.dims is None:
+            return tuple(range(self.mesh.ndim))
+        return tuple(map(_names_of(self.full_mesh).index, (*self.dims.replicate_names, *self.dims.shard_names)))
+
+    def of_all_ranks(self) -> ShardAxis:
+        """Return an axis that shards over all ranks of a hybrid mesh, else this one. Collective: it may create a group.
+
+        Its ranks are ordered by the shard dim first, so that the shards of one replicate group are neighbours: together they
+        are what the hybrid mesh alone would give to each rank of that group.
+
+            mesh (replicate, shard) of ranks   0 1 2     order   0 3 | 1 4 | 2 5
+                                               3 4 5
+        """
+        replicas = self.replicas
+        if replicas is None or replicas.ranks == 1 or self.group is None:
+            return self
+        ranks = self.mesh.mesh.t().contiguous().flatten()
+        group = _group_of_mesh(self.group, "all shards", ranks.tolist())
+        mesh = _MESHES_OF_ALL.get(group)
+        if mesh is None:
+            name = "_".join(reversed(_names_of(self.mesh) or ("replicate", "shard")))
+            mesh = _MESHES_OF_ALL[group] = _torch.mesh_of_groups(self.mesh.device_type, ranks, [group], (name,))
+        rank = self.rank * replicas.ranks + replicas.rank
+        return ShardAxis(mesh, group, ranks.numel(), rank, self.device, hybrid=self)
+
+    def joined_with(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return one mesh with the axes of `self.mesh`, followed by the axes of `mesh`, of the same root mesh."""
+        if self.hybrid is None:
+            return _torch.join_meshes([self.mesh, mesh])
+        ranks = _torch.join_meshes([self.hybrid.mesh, mesh]).mesh.transpose(0, 1).flatten(0, 1)  # of (replicate, shard, ...)
+        groups = [self.group, *_torch.groups_of(mesh)]
+        return _torch.mesh_of_groups(mesh.device_type, ranks, groups, (*_names_of(self.mesh), *_names_of(mesh)))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # process groups cannot be pickled
+        if self.hybrid is not None:
+            return ShardAxis.of_all_ranks, (self.hybrid,)
+        return _unpickle_axis, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.is_replicated)
 
 
 def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_replicated: bool) -> ShardAxis:
-    axis = resolve_mesh(mesh, dims)  # process groups cannot be pickled
+    axis = resolve_mesh(mesh, dims)
     return replicated_axis(axis) if is_replicated else axis
 
+
+def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
+# by process group: the mesh that `of_all_ranks` made
+_MESHES_OF_ALL: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 # (id of the owner, role, ranks) -> (owner, subgroup). Keeping the owner keeps its id from being reused.
 _SUBGROUPS: dict[tuple[int, str, tuple[int, ...]], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -157,9 +176,6 @@ def _forget_dead_subgroups() -> None:
     for key, groups in list(_SUBGROUPS.items()):
         if not all(map(_torch.is_alive, groups)):
             del _SUBGROUPS[key]
-    for group in list(_MESHES_OF_ALL):
-        if not _torch.is_alive(group):
-            del _MESHES_OF_ALL[group]
 
 
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
@@ -184,13 +200,10 @@ def with_subgroups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGrou
 
 def group_of(ranks: tuple[int, ...], owner: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a process group of exactly these global ranks, in order. Creating one, if none exists, is a collective of them."""
-    for group in (dist.group.WORLD, owner):
+    _forget_dead_subgroups()
+    for group in (dist.group.WORLD, owner, *(subgroup for _, subgroup in _SUBGROUPS.values())):
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:
             return group
-    _forget_dead_subgroups()
-    for _, subgroup in _SUBGROUPS.values():
-        if tuple(dist.get_process_group_ranks(subgroup)) == ranks:
-            return subgroup
     return subgroup_of(owner, "all", list(ranks), name="all")
 
 
@@ -198,12 +211,11 @@ def replicated_axis(axis: ShardAxis) -> ShardAxis:
     """Return an axis of the same ranks that only replicates, for scalars. Collective: it may create a process group."""
     if axis.group is None:
         return axis
-    over = axis.group, axis.ranks, axis.rank
+    group = axis.group
     if axis.replicas is not None:
-        group = _group_of_mesh(axis.group, "everywhere", axis.mesh.mesh.flatten().tolist())
-        over = group, group.size(), group.rank()
-    replicas = ReplicateAxis(*over)
-    return ShardAxis(axis.mesh, None, 1, 0, axis.device, replicas, axis.full_mesh, axis.dims)
+        group = _group_of_mesh(group, "everywhere", axis.mesh.mesh.flatten().tolist())
+    replicas = ReplicateAxis(group, group.size(), group.rank())
+    return replace(axis, group=None, ranks=1, rank=0, replicas=replicas, is_replicated=True)
 
 
 def _group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
@@ -212,29 +224,6 @@ def _group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dis
     # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks
     before = sum((other, members) == (role, tuple(ranks)) for _, other, members in _SUBGROUPS)
     return subgroup_of(owner, role, ranks, name=f"mesh {before}")
-
-
-def axis_of_all_ranks(hybrid: ShardAxis) -> ShardAxis:
-    """Return an axis that shards over all ranks of a hybrid mesh. Collective: it may create a process group.
-
-    Its ranks are ordered by the shard dim first, so that the shards of one replicate group are neighbours: together they are
-    what the hybrid mesh alone would give to each rank of that group.
-
-        mesh (replicate, shard) of ranks   0 1 2     order   0 3 | 1 4 | 2 5
-                                           3 4 5
-    """
-    replicas = hybrid.replicas
-    if replicas is None or replicas.ranks == 1 or hybrid.group is None:
-        return hybrid
-    ranks = hybrid.mesh.mesh.t().contiguous().flatten()
-    group = _group_of_mesh(hybrid.group, "all shards", ranks.tolist())
-    mesh = _MESHES_OF_ALL.get(group)
-    if mesh is None:
-        names = hybrid.mesh.mesh_dim_names
-        name = "shard_replicate" if names is None else f"{names[1]}_{names[0]}"
-        mesh = _MESHES_OF_ALL[group] = _torch.mesh_of_groups(hybrid.mesh.device_type, ranks, [group], (name,))
-    rank = hybrid.rank * replicas.ranks + replicas.rank
-    return ShardAxis(mesh, group, ranks.numel(), rank, hybrid.device, hybrid=hybrid)
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
@@ -273,7 +262,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             f"{tuple(mesh.mesh.shape)}. Select axes with mesh['name'], or name them with dp_mesh_dims=."
         )
     _warn_of_names(mesh)
-    return _axes(mesh, shard=mesh.ndim - 1, replicate=0 if mesh.ndim == 2 else None)
+    return _axis_of(mesh)
 
 
 def _warn_of_names(mesh: DeviceMesh) -> None:
@@ -304,10 +293,6 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
 
 
-# by process group: the mesh that `axis_of_all_ranks` made
-_MESHES_OF_ALL: dict[dist.ProcessGroup, DeviceMesh] = {}
-
-
 def check_order(mesh: DeviceMesh, dim: int) -> None:
     """Raise ValueError, on all ranks of the mesh, unless the ranks along an axis to shard over ascend.
 
@@ -324,16 +309,15 @@ def check_order(mesh: DeviceMesh, dim: int) -> None:
         )
 
 
-def _axes(mesh: DeviceMesh, *, shard: int | None, replicate: int | None, **full: Any) -> ShardAxis:
-    if shard is not None:
-        check_order(mesh, shard)
-    device = _torch.device_of(mesh.device_type)
-    replicas = None
-    if replicate is not None:
-        replicas = ReplicateAxis(mesh.get_group(replicate), mesh.size(replicate), mesh.get_local_rank(replicate))
-    if shard is None:
+def _axis_of(mesh: DeviceMesh, *, shards: bool = True, **full: Any) -> ShardAxis:
+    """Return the axis of a mesh (shard), (replicate, shard) or, without `shards`, (replicate)."""
+    device, replicas, last = _torch.device_of(mesh.device_type), None, mesh.ndim - 1
+    if last or not shards:
+        replicas = ReplicateAxis(mesh.get_group(0), mesh.size(0), mesh.get_local_rank(0))
+    if not shards:
         return ShardAxis(mesh, None, 1, 0, device, replicas, **full)
-    return ShardAxis(mesh, mesh.get_group(shard), mesh.size(shard), mesh.get_local_rank(shard), device, replicas, **full)
+    check_order(mesh, last)
+    return ShardAxis(mesh, mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last), device, replicas, **full)
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:
@@ -352,12 +336,8 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:
             f"dp_mesh_dims shards over {dims.shard_names}, which are not adjacent in the mesh axes {names}. "
             "Shard axes are flattened into one axis, so build the mesh with adjacent shard axes."
         )
-    full = {"full_mesh": mesh, "dims": dims}
-    shard = _torch.flat_axis(mesh, tuple(names[i] for i in indices)) if indices else None
-    replicate = _torch.flat_axis(mesh, dims.replicate_names) if dims.replicate_names else None
-    if shard is None:
-        assert replicate is not None
-        return _axes(replicate, shard=None, replicate=0, **full)
-    if replicate is None:
-        return _axes(shard, shard=0, replicate=None, **full)
-    return _axes(_torch.join_meshes([replicate, shard]), shard=1, replicate=0, **full)
+    shard = [_torch.flat_axis(mesh, tuple(names[i] for i in indices))] if indices else []
+    replicate = [_torch.flat_axis(mesh, dims.replicate_names)] if dims.replicate_names else []
+    parts = [*replicate, *shard]
+    joined = parts[0] if len(parts) == 1 else _torch.join_meshes(parts)
+    return _axis_of(joined, shards=bool(shard), full_mesh=mesh, dims=dims)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from fullshard import _torch
 from fullshard.core.layout import Extent, has_few_rows
-from fullshard.core.mesh import ShardAxis, axis_of_all_ranks, replicated_axis, resolve_mesh
+from fullshard.core.mesh import ShardAxis, replicated_axis, resolve_mesh
 from fullshard.errors import StateError
 
 
@@ -65,6 +65,7 @@ class ParamSharding:
     local_shape: torch.Size  # of the unsharded parameter on this rank, i.e. after tensor parallelism; (1,) for a scalar
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
+    data_axes: tuple[int, ...]  # axes of `mesh` that are data parallel; the one that is sharded over comes last
     tensor_parallel: TensorParallelSpec | None = None  # None if modules compute with a plain tensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
     is_plain: bool = field(init=False)  # True if modules compute with a plain tensor of `local_shape` that is not a scalar
@@ -84,39 +85,20 @@ class ParamSharding:
     @property
     def shard_mesh_axis(self) -> int | None:
         """Index of the axis of `mesh` that the parameter is sharded over; None if it is only replicated."""
-        if self.axis.group is None or not self.shape:
-            return None
-        full, dims = self.axis.full_mesh, self.axis.dims
-        if full is None or dims is None:
-            return self.axis.mesh.ndim - 1
-        return min((full.mesh_dim_names or ()).index(name) for name in dims.shard_names)
-
-    @property
-    def tensor_parallel_axes(self) -> tuple[int, ...]:
-        """Indices of the axes of `mesh` that are not data parallel."""
-        full, dims = self.axis.full_mesh, self.axis.dims
-        if self.tensor_parallel is None:
-            return ()
-        if full is None or dims is None:
-            return tuple(range(self.axis.mesh.ndim, self.mesh.ndim))
-        # A flattened shard axis has a name of its own, which `full` lacks; it is data parallel, too.
-        data = {*dims.shard_names, *dims.replicate_names}
-        names = self.mesh.mesh_dim_names or ()
-        return tuple(axis for axis, name in enumerate(names) if name in set(full.mesh_dim_names or ()) - data)
+        return None if self.axis.group is None or not self.shape else self.data_axes[-1]
 
     @cached_property
     def tensor_parallel_groups(self) -> tuple[tuple[int, ShardAxis], ...]:
         """Index in `mesh` and axis of each tensor-parallel axis with several ranks."""
+        others = [axis for axis in range(self.mesh.ndim) if axis not in self.data_axes and self.mesh.size(axis) > 1]
         names = self.mesh.mesh_dim_names
-        several = [] if names is None else [axis for axis in self.tensor_parallel_axes if self.mesh.size(axis) > 1]
-        return tuple((axis, resolve_mesh(self.mesh[names[axis]])) for axis in several if names is not None)
+        return () if names is None else tuple((axis, resolve_mesh(self.mesh[names[axis]])) for axis in others)
 
     def ranges_at(self, coordinate: Sequence[int]) -> list[range]:
         """Return the range of each dim that the rank at `coordinate` of `mesh` owns."""
         found = [range(length) for length in self.shape]
         # the shard axis comes last: FSDP shards the local tensor that tensor parallelism leaves
-        axes = [axis for axis in range(self.mesh.ndim) if axis != self.shard_mesh_axis]
-        for axis in (*axes, *(() if self.shard_mesh_axis is None else (self.shard_mesh_axis,))):
+        for axis in sorted(range(self.mesh.ndim), key=lambda axis: axis == self.shard_mesh_axis):
             placement: Any = self.placements[axis]
             if _torch.is_shard(placement):
                 part = Extent.of_rank(len(found[placement.dim]), ranks=self.mesh.size(axis), rank=coordinate[axis])
@@ -132,11 +114,8 @@ class ParamSharding:
         parts = whole.chunk(self.axis.ranks, self.dim)  # subclasses of Tensor implement chunk, not narrow
         return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
 
-    def has_rows_of(self, value: DTensor) -> bool:
-        """Return True if this rank has its rows of a DTensor, so that `rows_of` takes it."""
-        return self._rows_in(value) is not None
-
-    def _rows_in(self, value: DTensor) -> Tensor | None:
+    def rows_in(self, value: DTensor) -> Tensor | None:
+        """Return this rank's rows of a DTensor like the parameter, sharded or as modules have it; None for another one."""
         if _is_on(value, self.mesh, self.placements):
             return _torch.local_tensor(value)
         parallel = self.tensor_parallel
@@ -145,7 +124,7 @@ class ParamSharding:
         return None
 
     def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
-        """Return this rank's rows of an unsharded tensor, or of a DTensor like the parameter, sharded or as modules have it.
+        """Return this rank's rows of an unsharded tensor, or of a DTensor as `rows_in`.
 
         Raises StateError, with the name and `what` it is, if it has another shape or other placements.
         """
@@ -155,7 +134,7 @@ class ParamSharding:
             )
         if not isinstance(value, DTensor):
             return self.slice(self.local_of(value))
-        rows = self._rows_in(value)
+        rows = self.rows_in(value)
         if rows is not None:
             return rows
         raise StateError(
@@ -181,24 +160,22 @@ class ParamSharding:
 
         Raises ValueError for a DTensor on another mesh.
         """
-        if self.tensor_parallel is None:
-            return tensor if self.shape else tensor.reshape(1)
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if tensor.device_mesh != self.tensor_parallel.mesh:
-            raise ValueError(
-                f"Expected the gradient of parameter '{name}' to be a DTensor on {self.tensor_parallel.mesh}, got one on "
-                f"{tensor.device_mesh}."
+        parallel = self.tensor_parallel
+        if parallel is not None and isinstance(tensor, DTensor):
+            if tensor.device_mesh != parallel.mesh:
+                raise ValueError(
+                    f"Expected the gradient of parameter '{name}' to be a DTensor on {parallel.mesh}, got one on "
+                    f"{tensor.device_mesh}."
+                )
+            # over data-parallel axes the gradient stays partial: the reduce-scatter sums it
+            target = tuple(
+                mine if axis in parallel.data_parallel else wanted
+                for axis, (mine, wanted) in enumerate(zip(tensor.placements, parallel.placements))
             )
-        # over data-parallel axes the gradient stays partial: the reduce-scatter sums it
-        target = tuple(
-            mine if axis in self.tensor_parallel.data_parallel else wanted
-            for axis, (mine, wanted) in enumerate(zip(tensor.placements, self.tensor_parallel.placements))
-        )
-        if tensor.placements != target:
-            tensor = tensor.redistribute(self.tensor_parallel.mesh, target)
-        local = _torch.waited(_torch.local_tensor(tensor))
-        return local if self.shape else local.reshape(1)
+            if tensor.placements != target:
+                tensor = tensor.redistribute(parallel.mesh, target)
+            tensor = _torch.waited(_torch.local_tensor(tensor))
+        return tensor if self.shape else tensor.reshape(1)
 
     def local_of(self, full: Tensor) -> Tensor:
         """Return the part of `full`, a plain tensor of the global shape, that tensor parallelism leaves to this rank."""
@@ -217,47 +194,51 @@ def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     return other == mesh or (alike and torch.equal(other.mesh, mesh.mesh))
 
 
-def plan_sharding(parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str) -> ParamSharding:
+def plan_sharding(
+    parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str, over_replicas: bool = False
+) -> ParamSharding:
     """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`.
 
-    Raises ValueError if it cannot be sharded that way.
+    `over_replicas`: over all ranks of a hybrid mesh, unless it has too few rows. Raises ValueError if it cannot be sharded that
+    way.
     """
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
+    if isinstance(parameter, DTensor) and (partial := [one for one in parameter.placements if one.is_partial()]):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor with placements {parameter.placements} and cannot be sharded with {partial}. "
+            "redistribute() it to Shard or Replicate first."
+        )
     if parameter.ndim == 0:
-        return _replicate_scalar(parameter, replicated_axis(axis.transport), name=name)
+        return _replicate_scalar(parameter, replicated_axis(axis), name=name)
     if not -parameter.ndim <= dim < parameter.ndim:
         raise ValueError(
             f"Expected shard_placement_fn to return a dim of parameter '{name}' of shape {tuple(parameter.shape)}, "
             f"0 to {parameter.ndim - 1}, got dim {dim}."
         )
     dim %= parameter.ndim
-    if axis.hybrid is not None:
-        local = _torch.local_part(parameter.data)
-        if has_few_rows(local.shape, dim, itemsize=local.itemsize, ranks=axis.ranks):
-            axis = axis.hybrid
     if axis.full_mesh is not None:
         return _plan_on_full_mesh(parameter, axis, dim, name=name)
-    own: tuple[Placement, ...] = (Replicate(),) if axis.replicas is not None else ()
-    if not isinstance(parameter, DTensor):
-        placements = (*own, Shard(dim)) if axis.group is not None else own
-        return ParamSharding(axis, dim, parameter.shape, parameter.shape, axis.mesh, placements)
+    local = _torch.local_part(parameter.data)
+    if over_replicas and not has_few_rows(local.shape, dim, itemsize=local.itemsize, ranks=axis.ranks * axis.replica_count):
+        axis = axis.of_all_ranks()
+    mesh, parallel = axis.mesh, None
+    shard: Placement = Shard(dim)
+    others: tuple[Placement, ...] = ()
+    if isinstance(parameter, DTensor):
+        mesh, others = _joined_mesh(parameter, axis, name=name), tuple(parameter.placements)
+        shard = _shard_placement(dim, others, parameter.device_mesh)
+        parallel = TensorParallelSpec(parameter.device_mesh, others, ())
+    own = [*([Replicate()] if axis.replicas is not None else []), *([shard] if axis.group is not None else [])]
+    return ParamSharding(axis, dim, parameter.shape, local.shape, mesh, (*own, *others), axis.data_axes, parallel)
+
+
+def _joined_mesh(parameter: DTensor, axis: ShardAxis, *, name: str) -> DeviceMesh:
+    """Return one mesh with the axes of `axis`, followed by the axes of the parameter's mesh."""
     mesh = parameter.device_mesh
     if mesh.device_type != axis.mesh.device_type:
         raise ValueError(f"Expected parameter '{name}' on a mesh of {axis.mesh.device_type} devices, got a DTensor on {mesh}.")
-    joined = _join_meshes(axis, parameter, name=name)
-    _refuse_partial(parameter, name=name)
-    placements = (*own, _shard_placement(dim, parameter.placements, mesh), *parameter.placements)
-    parallel = TensorParallelSpec(mesh, tuple(parameter.placements), ())
-    return ParamSharding(axis, dim, parameter.shape, _torch.local_tensor(parameter).shape, joined, placements, parallel)
-
-
-def _join_meshes(axis: ShardAxis, parameter: DTensor, *, name: str) -> DeviceMesh:
-    """Return one mesh with the axes of `axis`, followed by the axes of the parameter's mesh."""
-    mesh = parameter.device_mesh
     try:
-        if axis.hybrid is not None:
-            return _join_all_ranks(axis, mesh)
-        return _torch.join_meshes([axis.mesh, mesh])
+        return axis.joined_with(mesh)
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:
         raise ValueError(
             f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {axis.mesh} ({error}). Take both from "
@@ -265,35 +246,15 @@ def _join_meshes(axis: ShardAxis, parameter: DTensor, *, name: str) -> DeviceMes
         ) from None
 
 
-def _join_all_ranks(axis: ShardAxis, mesh: DeviceMesh) -> DeviceMesh:
-    """Return one mesh with the axis of all ranks of a hybrid mesh, followed by the axes of `mesh`."""
-    if mesh not in axis.joined:
-        assert axis.hybrid is not None
-        ranks = _torch.join_meshes([axis.hybrid.mesh, mesh]).mesh  # (replicate, shard, ...)
-        names = (*(axis.mesh.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
-        groups = [axis.group, *_torch.groups_of(mesh)]
-        axis.joined[mesh] = _torch.mesh_of_groups(mesh.device_type, ranks.transpose(0, 1).flatten(0, 1), groups, names)
-    return axis.joined[mesh]
-
-
 def _replicate_scalar(parameter: nn.Parameter, axis: ShardAxis, *, name: str) -> ParamSharding:
     """Return a sharding that replicates a scalar on all ranks. Its gradients are averaged as usual."""
-    parallel = None
-    mesh, placements = axis.mesh, [Replicate()] * axis.mesh.ndim
+    mesh, parallel, full = axis.mesh, None, axis.full_mesh is not None
     if isinstance(parameter, DTensor):
-        _refuse_partial(parameter, name=name)
-        mesh = parameter.device_mesh if axis.full_mesh is not None else _join_meshes(axis, parameter, name=name)
-        placements = [Replicate()] * mesh.ndim
-        parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements), _data_parallel_axes(axis))
-    return ParamSharding(axis, 0, parameter.shape, torch.Size((1,)), mesh, tuple(placements), parallel)
-
-
-def _data_parallel_axes(axis: ShardAxis) -> tuple[int, ...]:
-    """Return the indices of the data-parallel axes of the full mesh; empty without a full mesh."""
-    if axis.full_mesh is None or axis.dims is None:
-        return ()
-    names = axis.full_mesh.mesh_dim_names or ()
-    return tuple(names.index(n) for n in (*axis.dims.shard_names, *axis.dims.replicate_names))
+        mesh = parameter.device_mesh if full else _joined_mesh(parameter, axis, name=name)
+        data = axis.data_axes if full else ()
+        parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements), data)
+    placements = (Replicate(),) * mesh.ndim
+    return ParamSharding(axis, 0, parameter.shape, torch.Size((1,)), mesh, placements, axis.data_axes, parallel)
 
 
 def _requested_placement(
@@ -318,18 +279,9 @@ def _requested_placement(
             raise ValueError(
                 f"ShardPlacementResult.mesh_info of parameter '{name}' must be or have a DeviceMesh, got {info!r}."
             )
-        if mesh is not axis.transport.mesh:
-            axis = resolve_mesh(mesh) if axis.hybrid is None else axis_of_all_ranks(resolve_mesh(mesh))
+        if mesh is not axis.mesh:
+            axis = resolve_mesh(mesh)
     return (0 if chosen.placement is None else chosen.placement.dim), axis
-
-
-def _refuse_partial(parameter: DTensor, *, name: str) -> None:
-    partial = [placement for placement in parameter.placements if placement.is_partial()]
-    if partial:
-        raise ValueError(
-            f"parameter '{name}' is a DTensor with placements {parameter.placements} and cannot be sharded with {partial}. "
-            "redistribute() it to Shard or Replicate first."
-        )
 
 
 def _shard_placement(dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, first: int = 0) -> Placement:
@@ -355,25 +307,21 @@ def _plan_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, na
             f"With dp_mesh_dims, every parameter must be a DTensor on the full mesh {mesh}, got parameter '{name}' on {where}. "
             "distribute_tensor() it there, with Replicate() on the data-parallel axes."
         )
-    _refuse_partial(parameter, name=name)
-    names, data = mesh.mesh_dim_names, _data_parallel_axes(axis)
-    for index in data:
-        if not parameter.placements[index].is_replicate():
+    names, placements = mesh.mesh_dim_names, tuple(parameter.placements)
+    for index in axis.data_axes:
+        if not placements[index].is_replicate():
             raise ValueError(
                 f"Expected Replicate() for parameter '{name}' on the data-parallel axis '{names[index]}' before fully_shard, "
-                f"got {parameter.placements[index]}."
+                f"got {placements[index]}."
             )
-    shards = sorted(names.index(n) for n in dims.shard_names)
-    ours = _shard_placement(dim, parameter.placements, mesh, first=shards[-1] + 1) if shards else None
-    placements: list[Placement] = list(parameter.placements)
-    sharded_mesh = mesh
-    if len(shards) == 1:
-        placements[shards[0]] = ours  # type: ignore[assignment]
-    elif shards:  # in the mesh of the sharded DTensor the shard axes, which are adjacent, are flattened into one
-        flat = _torch.flat_axis(mesh, tuple(names[i] for i in shards))
-        parts = [mesh[names[i]] for i in range(shards[0])] + [flat] + [mesh[n] for n in names[shards[-1] + 1 :]]
-        sharded_mesh = _torch.join_meshes(parts)
-        placements[shards[0] : shards[-1] + 1] = [ours]  # type: ignore[list-item]
-    parallel = TensorParallelSpec(mesh, tuple(parameter.placements), data)
+    parallel = TensorParallelSpec(mesh, placements, axis.data_axes)
+    sharded_mesh, shards = mesh, sorted(map(names.index, dims.shard_names))
+    if shards:
+        first, end = shards[0], shards[-1] + 1
+        placements = (*placements[:first], _shard_placement(dim, placements, mesh, first=end), *placements[end:])
+    if len(shards) > 1:  # in the mesh of the sharded DTensor the shard axes, which are adjacent, are flattened into one
+        flat = _torch.flat_axis(mesh, names[first:end])
+        sharded_mesh = _torch.join_meshes([*(mesh[n] for n in names[:first]), flat, *(mesh[n] for n in names[end:])])
+    data = (*map((sharded_mesh.mesh_dim_names or ()).index, dims.replicate_names), *shards[:1])
     local_shape = _torch.local_tensor(parameter).shape
-    return ParamSharding(axis, dim, parameter.shape, local_shape, sharded_mesh, tuple(placements), parallel)
+    return ParamSharding(axis, dim, parameter.shape, local_shape, sharded_mesh, placements, data, parallel)

@@ -1,18 +1,23 @@
-"""Copies into and out of shards: fully_shard() and loading."""
+"""Values into and out of shards: fully_shard(), loading, and full tensors, all-gathered over the shards or by DTensor."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
+from fullshard.core.agreement import Agreement
+from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
 
-# --- before and after sharding ---
+# --- into shards ---
 
 
 def move_data(tensor: Tensor, device: torch.device) -> None:
@@ -58,20 +63,21 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
-        rows = sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name))
-        # A copy: a view would keep the whole gradient in memory.
-        sharded.grad = parameter.dtensor_like_shard(rows.contiguous().clone().view(sharding.shard_shape))
+        _set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
     set_replacement(original, sharded)
     parameter.put(sharded)
+
+
+def _set_gradient(parameter: ShardedParameter, rows: Tensor) -> None:
+    """Set `.grad` of the sharded parameter to a copy of `rows`: a view would keep the whole gradient in memory."""
+    local = rows.contiguous().clone().view(parameter.sharding.shard_shape)
+    parameter.sharded.grad = parameter.dtensor_like_shard(local)
 
 
 def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
     """Return a copy of the sharded parameter with separate memory, for a copy of the model."""
     with torch.no_grad():
         return as_parameter(_torch.dtensor(exact_copy(parameter.local), parameter.spec), parameter.requires_grad)
-
-
-# --- values of callers ---
 
 
 def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:
@@ -99,9 +105,8 @@ def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype
         return value
     if not isinstance(value, DTensor):
         return shard_of(parameter, value.detach(), dtype=dtype or value.dtype)
-    if value.device_mesh == sharding.mesh or not sharding.has_rows_of(value):
-        return value
-    return parameter.dtensor_like_shard(sharding.rows_of(value.detach(), name=parameter.name, what="the loaded value"))
+    rows = None if value.device_mesh == sharding.mesh else sharding.rows_in(value)
+    return value if rows is None else parameter.dtensor_like_shard(rows)
 
 
 def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
@@ -120,5 +125,48 @@ def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) ->
     if grad and full.grad is None:
         parameter.sharded.grad = None
     elif grad:
-        rows = parameter.slice(full.grad).to(parameter.local.device, parameter.local.dtype, copy=True)  # type: ignore[arg-type]
-        parameter.sharded.grad = parameter.dtensor_like_shard(rows.contiguous().view(parameter.sharding.shard_shape))
+        rows = parameter.slice(full.grad)  # type: ignore[arg-type]
+        _set_gradient(parameter, rows.to(parameter.local.device, parameter.local.dtype))
+
+
+# --- out of shards ---
+
+
+def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
+    """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
+
+    It has memory of its own, on the device of the shard. `sharded`: the parameter, or its gradient, which the user may have
+    sharded in another way.
+    """
+    local, axis = _torch.local_tensor(sharded).detach(), sharding.axis
+    alike = sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements
+    if type(local) is not Tensor or not alike:
+        return sharding.local_of(agreement.unlogged(partial(full_tensor, sharded))).clone()
+    if not sharding.shape or axis.group is None or axis.ranks == 1:
+        return local.clone()
+    if local.device.type == "meta":
+        return local.new_empty(sharding.local_shape)
+    part = local.movedim(sharding.dim, 0).to(axis.device).contiguous()
+    if sharding.extent.padding:
+        part = torch.cat([part, part.new_zeros((sharding.extent.padding, *part.shape[1:]))])
+    found = agreement.on_axis(axis).all_gather(part, axis.group).flatten(0, 1)
+    return found[: sharding.local_shape[sharding.dim]].movedim(0, sharding.dim).contiguous().to(local.device)
+
+
+def all_gather_full(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
+    """Return the full tensor, (sharding.shape): unsharded, and all-gathered over tensor parallel ranks as well. Collective."""
+    whole: Any = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded))
+    return whole if sharding.tensor_parallel is None else agreement.unlogged(partial(full_tensor, whole)).clone()
+
+
+def full_tensor(sharded: DTensor) -> Tensor:
+    """Return the full tensor of a DTensor, on the device of its local tensor. Collective, and not logged.
+
+    With CPU offload the local tensor is copied to the device of the mesh, because its backend cannot all-gather host memory.
+    """
+    local = _torch.local_tensor(sharded).detach()
+    kind = sharded.device_mesh.device_type
+    if local.device.type in (kind, "meta"):
+        return sharded.detach().full_tensor()  # type: ignore[attr-defined]
+    moved = local.to(_torch.device_of(kind))
+    return _torch.dtensor(moved, _torch.spec_of(sharded)).full_tensor().to(local.device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +20,17 @@ from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
 
-if TYPE_CHECKING:
-    from fullshard.core.param_group import ParamGroup
-    from fullshard.core.unit import Unit
 
+class BackReference(weakref.ref["ShardedParameter"]):
+    """Weak reference from a DTensor to its ShardedParameter. Copies and pickles of it lead to None."""
 
-def _nothing() -> None:
-    """Return None, as a weak reference to an object that is deleted."""
-
-
-class WeakBackReference:
-    """Weak back-reference, for example from a DTensor to its ShardedParameter. Copies and pickles of it are empty."""
-
-    __slots__ = ("_ref",)
-
-    def __init__(self, target: Any = None) -> None:
-        self._ref = None if target is None else weakref.ref(target)
-
-    def __call__(self) -> Any:
-        """Return the target, or None if it was deleted."""
-        return None if self._ref is None else self._ref()
+    __slots__ = ()
 
     def __reduce__(self) -> Any:
-        return WeakBackReference, ()
-
-    def __deepcopy__(self, memo: Any) -> WeakBackReference:
-        return WeakBackReference()
+        return type, (None,)  # the class of None, which returns None when it is called
 
 
-def back_references(tensors: Iterable[Tensor]) -> list[WeakBackReference | None]:
+def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
     """Return the back-reference of each tensor to its ShardedParameter, or None. A group that is built again replaces them."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
@@ -57,77 +40,43 @@ def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
     return [found for reference in back_references(tensors) if reference is not None and (found := reference()) is not None]
 
 
-_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: its WriteCounter, if it shares one
+_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: a tensor with its version counter, if others share that
 
 
-class WriteCounter:
-    """A version counter that many sharded parameters share: one read shows whether any of them was written.
+def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
+    """Return a DTensor like `tensor` that shares a version counter with all others of its device that got these `counters`.
 
-    It counts operators of DTensor, also on the results of `detach()`, as in a state dict. Copies of parameters do not share it.
+    One read then shows whether any of them was written by an operator of DTensor, also on the result of `detach()`, as in a
+    state dict.
     """
-
-    __slots__ = ("_tensors",)
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, DTensor] = {}  # by type of device: empty tensors that have the counter
-
-    def of(self, tensor: DTensor) -> DTensor:
-        """Return a DTensor like `tensor` that shares this counter. Tensors of inference mode have none."""
-        if tensor.is_inference():
-            return tensor
-        kind = tensor.device.type
-        if kind not in self._tensors:
-            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # whatever class the local tensor has
-            self._tensors[kind] = _torch.dtensor(empty, _torch.spec_of(tensor))
-        made = _torch.counted_by(self._tensors[kind], tensor)
-        made.__dict__[_COUNTER] = self
-        return made
-
-    def shown_by(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that has the counter of `tensor`, which is `of` another one."""
-        return self._tensors.get(tensor.device.type, tensor)
-
-    def __reduce__(self) -> Any:
-        return WriteCounter, ()
-
-    def __deepcopy__(self, memo: Any) -> WriteCounter:
-        return WriteCounter()
+    if tensor.is_inference():
+        return tensor  # without a counter
+    if tensor.device not in counters:
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # whatever class the local tensor has
+        counters[tensor.device] = _torch.dtensor(empty, _torch.spec_of(tensor))
+    made = _torch.counted_by(counters[tensor.device], tensor)
+    made.__dict__[_COUNTER] = counters[tensor.device]
+    return made
 
 
 def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
     """Return tensors whose version counters are those of these sharded parameters, and whether all of them are shared."""
-    found: dict[int, Tensor] = {}
-    are_shared = True
-    for tensor in sharded:
-        counter = tensor.__dict__.get(_COUNTER)
-        shared = tensor if counter is None else counter.shown_by(tensor)
-        found[id(shared)] = shared
-        are_shared = are_shared and shared is not tensor
-    return list(found.values()), are_shared
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, or `tensor` itself if it is not a DTensor. Not differentiable."""
-    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    found = [(tensor, tensor.__dict__.get(_COUNTER, tensor)) for tensor in sharded]
+    counters = {id(counter): counter for _, counter in found}
+    return list(counters.values()), all(counter is not tensor for tensor, counter in found)
 
 
 class ParamSlot:
-    """A place where a parameter is registered: a module and a name.
-
-    Attributes:
-        parameters: `_parameters` of the module. A strong reference to the module would be a reference cycle.
-        name: the name in `parameters`.
-        uses_setattr: whether registering must call the module's own `__setattr__`.
-    """
+    """A place where a parameter is registered: a module and a name."""
 
     __slots__ = ("_module", "name", "parameters", "uses_setattr")
 
     def __init__(self, slot: Slot) -> None:
-        self.parameters = _torch.parameters_of(slot.module)
         self.name = slot.name
+        self.parameters = _torch.parameters_of(slot.module)  # a strong reference to the module would be a reference cycle
+        self._module = weakref.ref(slot.module)
         # Some modules store parameters a second time and update that in __setattr__; torch's RNNs have `_flat_weights`.
         self.uses_setattr = type(slot.module).__setattr__ is not nn.Module.__setattr__
-        self._module = weakref.ref(slot.module)
 
     @property
     def module(self) -> nn.Module | None:
@@ -141,54 +90,23 @@ class ParamSlot:
 
     def put(self, parameter: nn.Parameter) -> None:
         """Register `parameter` on the module."""
-        module = self._module() if self.uses_setattr else None
+        module = self.module if self.uses_setattr else None
         if module is None:
             self.parameters[self.name] = parameter
         else:
             setattr(module, self.name, parameter)
 
 
+def user_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that the user set on a parameter, without those of fullshard."""
+    return {key: value for key, value in parameter.__dict__.items() if not key.startswith("_fullshard")}
+
+
 class ShardedParameter:
     """One parameter of a unit: sharded parameter, unsharded parameter, and the slots where one of them is registered.
 
     A tied parameter has several slots. FSDP2 calls this class FSDPParam.
-
-    Attributes:
-        name: qualified name within the unit.
-        sharding: shapes and placements, and the rows of this rank.
-        slots: the places where the parameter is registered.
-        spec: DTensorSpec of the sharded parameter.
-        local: this rank's shard (sharding.shard_shape), a part of the group's flat shard.
-        sharded: the sharded parameter, a DTensor over `local` that callers see outside of forward and backward.
-        unsharded: the unsharded parameter that modules compute with, in the group's unsharded buffer; None before the first
-            all-gather.
-        counter: the version counter that its wrapper shares with others.
-        unit: a weak reference to its unit; it returns None before the unit is complete, and once it is deleted.
-        group: a weak reference to its group, the same object for all parameters of the group.
-        unit_name: name of the unit.
-        local_grad: unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept` (sharding.local_shape).
-        grad_dtype: dtype of `.grad`, if the caller set one.
-        keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_exposed",
-        "counter",
-        "grad_dtype",
-        "group",
-        "keeps_dtype",
-        "local",
-        "local_grad",
-        "name",
-        "sharded",
-        "sharding",
-        "slots",
-        "spec",
-        "unit",
-        "unit_name",
-        "unsharded",
-    )
 
     def __init__(
         self,
@@ -198,46 +116,48 @@ class ShardedParameter:
         *,
         keeps_dtype: bool = False,
         grad_dtype: GradDtype | None = None,
-        counter: WriteCounter | None = None,
+        counters: dict[torch.device, DTensor] | None = None,
     ) -> None:
         """Shard the parameter of `reference`, unless `sharded` is given.
 
         Args:
             reference: the original parameter and its slots.
-            sharding: shapes and placements.
+            sharding: shapes and placements, and the rows of this rank.
             sharded: the sharded parameter, if it exists already because the unit is copied.
-            keeps_dtype: whether the all-gather keeps the parameter's dtype.
+            keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
             grad_dtype: dtype of `.grad`; None to take it from the original parameter.
-            counter: a version counter that others share; None for one of its own.
+            counters: version counters that others share, by device; None for one of its own.
         """
         original = reference.parameter
-        self.keeps_dtype = keeps_dtype
-        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(original)) if grad_dtype is None else grad_dtype
-        self.name, self.sharding = reference.name, sharding
+        self.name = reference.name  # qualified, within the unit
+        self.sharding, self.keeps_dtype = sharding, keeps_dtype
         self.slots = [ParamSlot(slot) for slot in reference.slots]
-        self.spec = sharding.spec(original.dtype)
-        self.unsharded: nn.Parameter | None = None
-        self.local_grad: Tensor | None = None
-        self.counter = WriteCounter() if counter is None else counter
-        self.unit: Callable[[], Unit | None] = _nothing
-        self.group: Callable[[], ParamGroup | None] = _nothing
+        self.grad_dtype = GradDtype(*_torch.grad_dtype_of(original)) if grad_dtype is None else grad_dtype
+        self.spec = sharding.spec(original.dtype)  # of the sharded parameter
+        self._counters = {} if counters is None else counters
+        # Set by the unit. References to units and groups, which are above this file, are weak and, until then, of None.
+        self.unit: Callable[[], Any] = NoneType
+        self.group: Callable[[], Any] = NoneType  # the same object for all parameters of a group
         self.unit_name = UnitName("")
+        # In the group's unsharded buffer, (sharding.local_shape); None before the first all-gather.
+        self.unsharded: nn.Parameter | None = None
+        # Unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept`, (sharding.local_shape).
+        self.local_grad: Tensor | None = None
         # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
         self._exposed: tuple[int, int] | None = None
+        # This rank's shard, (sharding.shard_shape), a part of the group's flat shard. `sharded` is a DTensor over it.
+        self.local: Tensor
         if sharded is None:
-            self.local: Tensor = sharding.slice(to_local(original.detach()))
-            made = self.counter.of(_torch.dtensor(_torch.as_own_storage(self.local), self.spec))
-            sharded = as_parameter(made, original.requires_grad)
+            self.local = sharding.slice(_torch.local_part(original.detach()))
+            sharded = self._as_sharded(_torch.as_own_storage(self.local), original.requires_grad)
         else:
             sharded.__dict__.pop(_COUNTER, None)
             sharded = as_parameter(sharded, sharded.requires_grad)  # type: ignore[arg-type]
-            self.local = to_local(sharded)
+            self.local = _torch.local_part(sharded)
         self.sharded = sharded
 
-    @property
-    def module(self) -> nn.Module | None:
-        """The module of the first slot; None if it was deleted."""
-        return self.slots[0].module
+    def _as_sharded(self, local: Tensor, requires_grad: bool) -> nn.Parameter:
+        return as_parameter(_counted(_torch.dtensor(local, self.spec), self._counters), requires_grad)
 
     @property
     def current(self) -> nn.Parameter:
@@ -255,11 +175,6 @@ class ShardedParameter:
         """True if the sharded parameter is trainable."""
         return self.sharded.requires_grad
 
-    @property
-    def user_attributes(self) -> dict[str, Any]:
-        """The attributes of the sharded parameter that the user set, without those of fullshard."""
-        return _user_attributes(self.sharded)
-
     # --- the sharded parameter ---
 
     def bind_to_flat_shard(self, local: Tensor) -> None:
@@ -270,7 +185,7 @@ class ShardedParameter:
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
             # Dtype, device and inference mode of a DTensor wrapper cannot be changed. Swap contents with a new one, so that the
             # object that optimizers reference stays the same.
-            fresh = as_parameter(self.counter.of(_torch.dtensor(local, self.spec)), self.sharded.requires_grad)
+            fresh = self._as_sharded(local, self.sharded.requires_grad)
             extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
             _torch.carry_hooks(self.sharded, fresh)
             torch.utils.swap_tensors(self.sharded, fresh)
@@ -278,7 +193,7 @@ class ShardedParameter:
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
         if self.grad_dtype.explicit:  # the swap discarded it
             _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
-        self.sharded.__dict__[LOGICAL] = WeakBackReference(self)
+        self.sharded.__dict__[LOGICAL] = BackReference(self)
 
     def adopt_grad_dtype(self) -> bool:
         """Take over the `grad_dtype` that the caller set on the sharded parameter. Return True if it is a new one."""
@@ -388,7 +303,7 @@ class ShardedParameter:
 
     def install_plain(self, plain: nn.Parameter) -> None:
         """Register `plain`, an ordinary Parameter, in all slots until `restore`. It gets the attributes of the sharded one."""
-        plain.__dict__.update(self.user_attributes)
+        plain.__dict__.update(user_attributes(self.sharded))
         set_replacement(plain, self.sharded)
         self.put(plain)
 
@@ -399,9 +314,9 @@ class ShardedParameter:
             False if another Parameter was assigned to a slot in the meantime, which is dropped.
         """
         self.sharded.requires_grad_(plain.requires_grad)
-        for key in self.user_attributes:
+        for key in user_attributes(self.sharded):
             del self.sharded.__dict__[key]
-        self.sharded.__dict__.update(_user_attributes(plain))
+        self.sharded.__dict__.update(user_attributes(plain))
         found = all(slot.content is plain for slot in self.slots)
         self.put(self.sharded)
         return found
@@ -412,7 +327,7 @@ class ShardedParameter:
         assigned: True to accept other Parameters in the slots, unsharded or sharded like this one; the last one counts, as
         for load_state_dict(). With `dtensors`, only DTensors that belong to no unit. Others raise StateError, as empty slots.
         """
-        found = to_local(self.sharded)
+        found = _torch.local_part(self.sharded)
         for slot in self.slots:
             current = slot.content
             if current is self.sharded or current is self.unsharded:
@@ -450,8 +365,3 @@ class ShardedParameter:
             "parameters before fully_shard(). Instead of torch.func.functional_call, use undo() on a copy of the model, or "
             "compute with the tensors of fullshard.gathered()."
         )
-
-
-def _user_attributes(parameter: Tensor) -> dict[str, Any]:
-    """Return the attributes that the user set on a parameter, without those of fullshard."""
-    return {key: value for key, value in parameter.__dict__.items() if not key.startswith("_fullshard")}

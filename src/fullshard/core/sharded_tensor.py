@@ -24,15 +24,8 @@ _REMEDY = (
 # Their results stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
-Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
-"""Computes an operator, (operator, args, kwargs), on sharded parameters. None: compute it as without a handler."""
-
-_HANDLERS: dict[Any, Handler] = {}
-
-
-def register_operator(operator: Any, handler: Handler) -> None:
-    """Let `handler` compute an operator on sharded parameters, in place of DTensor."""
-    _HANDLERS[operator] = handler
+OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
+"""Functions that compute an operator on sharded parameters, (operator, args, kwargs). None: as without the function."""
 
 
 class ShardedDTensor(DTensor):
@@ -49,12 +42,11 @@ class ShardedDTensor(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        handler = OPERATORS.get(func)
         if handler is not None and (handled := handler(func, args, kwargs)) is not None:
             return handled
         given: dict[int, ShardedDTensor] = {}  # by id of the plain DTensor that takes its place
-        plain_args = [_to_plain(value, given) for value in args]
-        plain_kwargs = {key: _to_plain(value, given) for key, value in kwargs.items()}
+        plain_args, plain_kwargs = _to_plain(args, given), {key: _to_plain(value, given) for key, value in kwargs.items()}
         known = [one for tensor in given.values() if (one := parameter_of(tensor)) is not None]
         if handler is None and known and torch.Tag.nondeterministic_seeded in func.tags:
             raise StateError(
@@ -76,9 +68,7 @@ class ShardedDTensor(DTensor):
         if func.is_view or func in _EMPTY_LIKE:
             # `detach` gives a DTensor, since state dicts detach parameters, and a checkpoint must load without fullshard.
             first = next(iter(given.values())).__dict__
-            back = first.get(_VIEWED)
-            if back is None and func is not torch.ops.aten.detach.default:
-                back = first.get(LOGICAL)
+            back = first.get(_VIEWED) or (None if func is torch.ops.aten.detach.default else first.get(LOGICAL))
             for view in made if isinstance(made, (list, tuple)) else (made,):
                 _mark_view(view, back)
         return made
@@ -126,24 +116,24 @@ class ShardedDTensor(DTensor):
     def detach(self) -> Any:
         """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # torch's raises there
-            made = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
+            made: Any = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # it requires that `detach` returns the class of its argument
-            _set_class(made, ShardedDTensor)
+            made.__class__ = ShardedDTensor
         return made
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:  # torch.compile creates an instance from its inner tensors with this
-        made = DTensor.__tensor_unflatten__(*args)
-        _set_class(made, ShardedDTensor)
+        made: Any = DTensor.__tensor_unflatten__(*args)
+        made.__class__ = ShardedDTensor
         return made
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        _set_class(self, DTensor)  # which it requires
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        self.__class__ = DTensor  # which it requires
         try:
             made = DTensor.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         finally:
-            _set_class(self, ShardedDTensor)
-        _set_class(made, ShardedDTensor)
+            self.__class__ = ShardedDTensor
+        made.__class__ = ShardedDTensor
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -160,9 +150,9 @@ class ShardedDTensor(DTensor):
 
 def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     """Turn `tensor`, which nothing else references, into a sharded parameter."""
-    made = _torch.turned_into_parameter(tensor, requires_grad)
+    made: Any = _torch.turned_into_parameter(tensor, requires_grad)
     if _torch.HONOURS_SUBCLASSES:
-        _set_class(made, ShardedDTensor)  # as torch.utils.swap_tensors does
+        made.__class__ = ShardedDTensor  # as torch.utils.swap_tensors does
     return made
 
 
@@ -173,16 +163,16 @@ def _note_change(tensor: Tensor) -> None:
         group.must_look = True
 
 
-def _set_class(tensor: Any, cls: type[DTensor]) -> None:
-    tensor.__class__ = cls
+# Per thread: every forward calls `restore_subclass`, also while an optimizer steps in another thread.
+_SWITCHED = threading.local()
 
 
-def use_plain_dtensor(tensors: Iterable[Tensor]) -> None:
+def use_plain_dtensor(tensors: Iterable[Any]) -> None:
     """Set the class of ShardedDTensors to DTensor until `restore_subclass`, to spare an optimizer the extra dispatch."""
-    switched = _SWITCHED.__dict__.setdefault("sharded", [])
+    switched: list[Any] = _SWITCHED.__dict__.setdefault("sharded", [])
     for tensor in tensors:
         if type(tensor) is ShardedDTensor:
-            _set_class(tensor, DTensor)
+            tensor.__class__ = DTensor  # type: ignore[assignment]
             switched.append(tensor)
 
 
@@ -192,12 +182,8 @@ def restore_subclass() -> None:
     while switched:
         tensor = switched.pop()
         if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
-            _set_class(tensor, ShardedDTensor)
+            tensor.__class__ = ShardedDTensor
             _note_change(tensor)  # nothing was noted in between
-
-
-# Per thread: every forward calls `restore_subclass`, also while an optimizer steps in another thread.
-_SWITCHED = threading.local()
 
 
 def _to_plain(value: Any, given: dict[int, ShardedDTensor]) -> Any:
@@ -220,7 +206,7 @@ def _mark_view(view: Any, back: Any) -> None:
     """Make `view` a ShardedDTensor, whose writes are those of the parameter that the reference `back` leads to."""
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
-        _set_class(view, ShardedDTensor)
+        view.__class__ = ShardedDTensor
 
 
 def parameter_of(tensor: Tensor) -> Any:

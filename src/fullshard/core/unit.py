@@ -678,14 +678,11 @@ class Unit:
         if pinned and self.axis.device.type == "cpu":
             warn_once("CPUOffloadPolicy(pin_memory=True): host memory is not pinned, since the mesh computes on the CPU")
             pinned = False
-        rule = DirectRule.default(direct_min_bytes)
-        if options.comm.direct_min_bytes is not None and direct_min_bytes != float("inf"):
-            rule = DirectRule(options.comm.direct_min_bytes)
         return Storage(
             device=self.axis.device,
             host=host,
             pinned=pinned,
-            direct=rule,
+            direct=DirectRule.of(options.comm.direct_min_bytes, direct_min_bytes),
             mp=options.mp,
             memory=self.runtime.memory.of_unit(self.unit_name),
         )

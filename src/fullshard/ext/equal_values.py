@@ -108,7 +108,7 @@ def _compare(unit: Unit, _: nn.Module) -> None:
         if one.options.sync == "broadcast" and one in _ALLOCATED:
             _broadcast_over_replicas(one)
     parameters = [parameter for one in units for parameter in one.parameters]
-    data = {one.sharding.axis.transport.key: one.sharding.axis.transport for one in parameters}
+    data = {axis.key: axis for axis in (one.sharding.axis.hybrid or one.sharding.axis for one in parameters)}
     parallel = {axis.key: axis for one in parameters for _, axis in one.sharding.tensor_parallel_groups}
     # Axes that shard first: a process group that replicates scalars as well is logged with them, as in other calls.
     axes = [*sorted(data.values(), key=lambda axis: axis.group is None), *parallel.values()]
@@ -156,7 +156,7 @@ def _claims(parameter: ShardedParameter, parallel: Iterable[ShardAxis]) -> Itera
     own = sharding.axis
     copies = [axis for index, axis in sharding.tensor_parallel_groups if sharding.placements[index].is_replicate()]
     with_equal_shards = [group for axis in (own, *copies) for group in axis.groups if group is not own.group]
-    with_equal_values = [group for axis in (own.transport, *copies) for group in axis.groups]
+    with_equal_values = [group for axis in (own.hybrid or own, *copies) for group in axis.groups]
     shard = None if parameter.local.device.type == "meta" else digest(parameter.local)
     initial = _INITIAL.get(parameter)
     if initial is not None and with_equal_values:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 
 from fullshard import _torch
-from fullshard.core import ShardedDTensor, parameter_of, register_operator
+from fullshard.core import OPERATORS, ShardedDTensor, parameter_of
 
 _ATEN = torch.ops.aten
 # Operators that overwrite the whole tensor without reading it.
@@ -85,4 +85,4 @@ def _fill_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 for _operators, _handler in ((_FILLS, _fill), (_LIKE, _fill_like)):
     for _operator in _operators:
-        register_operator(_operator, _handler)
+        OPERATORS[_operator] = _handler

@@ -58,15 +58,18 @@ def grad(
             raise ValueError(f"grad(): {name} does not require grad. Leave it out of the inputs.")
     leaves = [tensor for tensor, parameter in zip(listed, logical) if parameter is None]
     sharded = [parameter for parameter in logical if parameter is not None]
+    kept_unsharded: list[tuple[Tensor, Tensor | None]] = []
     for parameter in sharded:
-        if parameter.unsharded is None:
+        full = parameter.unsharded
+        if full is None:
             raise StateError(
                 f"grad(): parameter '{parameter.name}' was never unsharded, so it is in no graph. Run a forward first."
             )
         if unit := parameter.unit():
             _check_sets_gradients(unit)
         group = parameter.group()  # with the leaves of the graphs that compute with copies of the group
-        leaves += [parameter.unsharded, *(() if group is None else (copy.handle for copy in group.copies))]
+        kept_unsharded.append((full, full.grad))
+        leaves += [full, *(() if group is None else (copy.handle for copy in group.copies))]
     by_shards = _torch.leads_to([outputs] if isinstance(outputs, Tensor) else outputs, [one.sharded for one in sharded])
     if by_shards:
         raise StateError(
@@ -75,7 +78,6 @@ def grad(
         )
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     kept = [(tensor, tensor.grad) for tensor in listed]
-    kept_unsharded = [(parameter.unsharded, parameter.unsharded.grad) for parameter in sharded]
     runtimes = dict.fromkeys(unit.runtime for parameter in sharded if (unit := parameter.unit()) is not None)
     others = [unit for runtime in runtimes for unit in runtime.all_units() if not _has_earlier_gradients(unit)]
     # Without a heartbeat, unused parameters of a unit get zeros.

@@ -123,7 +123,7 @@ class ExtensionBuffer:
                 even = self._unsharded.shape[0] == rows
                 view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
                 self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
-                self._parameter.group().note_unsharded()  # type: ignore[union-attr]
+                self._parameter.group().note_unsharded()
             else:
                 unsharded: Any = self._parameter.unsharded
                 even = self._unsharded.shape[0] == rows
@@ -173,7 +173,7 @@ class ExtensionBuffer:
                 policy = self._storage.mp
                 if self._parameter.keeps_dtype:  # the policy of this parameter
                     policy = replace(policy, param_dtype=self._dtype)
-                return before(mesh, sharding.local_shape, strides, self._parameter.module, policy)
+                return before(mesh, sharding.local_shape, strides, self._parameter.slots[0].module, policy)
         raise StateError(
             f"Expected {_PRE}(mesh) or {_PRE}(mesh, outer_size, outer_stride, module, mp_policy) on parameter "
             f"'{self._parameter.name}', got {arguments} arguments. Change its signature."

@@ -17,6 +17,7 @@ from fullshard.core import (
     remove_hooks,
     set_replacement,
     units_of,
+    user_attributes,
 )
 from fullshard.errors import StateError, warn_once
 from fullshard.state.class_swap import plain_class
@@ -82,7 +83,7 @@ def _unshard(parameter: ShardedParameter, agreement: Agreement) -> None:
             "of its class returns. Convert the model again."
         )
     plain = nn.Parameter(sharding.to_module(whole), requires_grad=sharded.requires_grad)
-    plain.__dict__.update(parameter.user_attributes)
+    plain.__dict__.update(user_attributes(parameter.sharded))
     _torch.carry_hooks(sharded, plain)
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)

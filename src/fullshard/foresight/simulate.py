@@ -534,7 +534,7 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
     outer = setting.replicas if two_hops else 1
     default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # as SingleRank and CoalescedCollectives
     direct_min_bytes = options.comm.direct_min_bytes
-    direct = DirectRule.default(default) if direct_min_bytes is None else DirectRule(direct_min_bytes)
+    direct = DirectRule.of(direct_min_bytes, default)
     layout, over_replicas, scatter = group.layout(ranks * outer, direct, dims=setting.dims, outer=outer), None, None
     if two_hops:
         over_replicas, layout = in_two_hops(layout, ranks, outer, rank=0)

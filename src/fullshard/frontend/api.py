@@ -11,18 +11,19 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, axis_of_all_ranks, check_order, resolve_mesh
+from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_order, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
 from fullshard.core.param_group import group_class
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
-from fullshard.core.sharded_param import ShardedParameter, WriteCounter, to_local
+from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.units import name_units_in, unit_of
 from fullshard.errors import warn_once
@@ -235,9 +236,11 @@ class PreparedShard:
         for _, _, buffer in managed.buffers:
             move_data(buffer, self._axis.device)
         with torch.no_grad():
-            counter, decided = WriteCounter(), [self._decided[ref.parameter] for ref in refs]
+            decided = [self._decided[ref.parameter] for ref in refs]
             self._decided.clear()  # it would keep the memory of the parameters
-            new = [ShardedParameter(ref, how, keeps_dtype=keeps, counter=counter) for ref, (how, keeps) in zip(refs, decided)]
+            counters: dict[torch.device, DTensor] = {}  # of writes, which the parameters share
+            given = zip(refs, decided)
+            new = [ShardedParameter(ref, how, keeps_dtype=keeps, counters=counters) for ref, (how, keeps) in given]
             unit = make_unit(self.modules, [*ties.take(), *new], self._axis, self._options)
             for parameter, ref in zip(new, refs):
                 replace_with_sharded(parameter, ref.parameter)
@@ -264,11 +267,10 @@ class PreparedShard:
         _check_tensors(refs, managed, axis)
         # Raises for illegal options, and creates process groups, before anything of the model changes.
         self.runtime.communicator.collectives.of_axis(axis, options)
-        axis = axis_of_all_ranks(axis) if options.states.shards_over_replicas else axis
         for ref in refs:
             if ref.parameter not in self._decided:
                 keeps = self._mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
-                self._decided[ref.parameter] = _sharding_of(ref, axis, self._placement_fn), keeps
+                self._decided[ref.parameter] = _sharding_of(ref, axis, self._placement_fn, options.states), keeps
         return managed, ties, refs
 
     def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
@@ -356,12 +358,13 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
     return found
 
 
-def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None) -> ParamSharding:
-    tensor = to_local(ref.parameter.data)
+def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding) -> ParamSharding:
+    tensor = _torch.local_part(ref.parameter.data)
     # A parameter with a group of its own is not all-gathered in two hops, so it is sharded over the shard dim only.
-    over = axis if group_class(tensor, axis).flat else axis.transport
-    how = plan_sharding(ref.parameter, over, placement_fn, name=ref.name)
+    over_replicas = states.shards_over_replicas and group_class(tensor, axis).flat
+    how = plan_sharding(ref.parameter, axis, placement_fn, name=ref.name, over_replicas=over_replicas)
     group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
+    return how
     return how
 
 
@@ -388,7 +391,7 @@ def _unsupported_reason(parameter: nn.Parameter) -> str | None:
         return "it was sharded by a unit that no longer exists. Build the model again, or call undo() first"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet. Run one forward of the lazy module, then call fully_shard"
-    tensor = to_local(parameter.data)
+    tensor = _torch.local_part(parameter.data)
     if tensor.layout != torch.strided:
         return f"it must be a dense torch.Tensor, got {type(tensor).__name__} with layout {tensor.layout}"
     return None

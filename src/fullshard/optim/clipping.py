@@ -22,7 +22,6 @@ from fullshard.core import (
     flat_gradient,
     logical_parameters,
     recovered,
-    to_local,
 )
 from fullshard.errors import StateError
 from fullshard.optim.copies import agreement_of_all, find_difference
@@ -99,7 +98,7 @@ class _Gradients:
                         f"{tuple(grad.shape)} with placements {grad.placements}, which is not reduced yet. redistribute() it "
                         "first."
                     )
-                self.parts.append((_norm_groups(grad), to_local(grad)))
+                self.parts.append((_norm_groups(grad), _torch.local_part(grad)))
 
 
 def _reduce(part: Tensor, groups: tuple[dist.ProcessGroup, ...], grads: _Gradients, call: str, *, maximum: bool) -> None:

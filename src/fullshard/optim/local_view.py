@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, logical_parameters
+from fullshard.core import ShardedParameter, logical_parameters, user_attributes
 from fullshard.errors import StateError, warn_once
 from fullshard.optim.copies import agreement_of_all, find_difference
 from fullshard.optim.empty_shards import placeholder
@@ -195,7 +195,7 @@ class _LocalView:
             if plain.requires_grad is not parameter.sharded.requires_grad:
                 plain.requires_grad_(parameter.sharded.requires_grad)
             plain.grad = grad
-            plain.__dict__.update(parameter.user_attributes)
+            plain.__dict__.update(user_attributes(parameter.sharded))
             if state is not None:
                 inside[plain] = dict(state)
         if len(optimizer.state) > len(inside):  # states of parameters that are not sharded, and other entries

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, current_parameter, logical_parameters, to_local
+from fullshard.core import ShardedParameter, current_parameter, logical_parameters
 from fullshard.errors import check_bool, check_float_dtype
 from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_of_some, plan_owners
@@ -236,7 +236,7 @@ class MatrixOwners:
                 result = results[index]
                 if result is None:  # the first piece of its parameter
                     result = results[index] = parameter.dtensor_like_shard(part.new_empty(parameter.sharding.shard_shape))
-                piece.part(to_local(result)).copy_(part)
+                piece.part(_torch.local_part(result)).copy_(part)
         return cast(list[Tensor], results)
 
     def _of_plain(self, function: Callable[[Tensor, Any], Tensor], index: int, whole: Tensor) -> Tensor:
@@ -279,4 +279,4 @@ def _local_like(parameter: Tensor, logical: ShardedParameter | None, tensor: Ten
         )
     if unlike := placement_error(_torch.specs_of([tensor])[0], logical):
         raise ValueError(f"The tensor for parameter '{logical.name}' is {unlike}. Pass one that is distributed like it.")
-    return to_local(tensor)
+    return _torch.local_part(tensor)

@@ -98,8 +98,8 @@ def _state_like(value: Any, original: Tensor, replacement: nn.Parameter) -> Any:
             return whole
         return distribute_tensor(whole, replacement.device_mesh, replacement.placements)
     if isinstance(value, DTensor):
-        if logical.sharding.has_rows_of(value):
-            rows = logical.sharding.rows_of(value, name=logical.name, what="the optimizer state")
+        rows = logical.sharding.rows_in(value)
+        if rows is not None:
             return logical.dtensor_like_shard(rows.clone())
         return shard_of(logical, full_tensor(value), dtype=value.dtype)  # it was sharded in another way, before undo()
     # A number, such as a count of steps, may have the shape of a parameter without dims.
@@ -228,7 +228,7 @@ def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
         now = replacement_of(parameter)
         logical = None if now is None else next(iter(logical_parameters([now])), None)
         for value in optimizer.state.get(parameter, {}).values() if now is not None and has_states else ():
-            if isinstance(value, DTensor) and not (logical is not None and logical.sharding.has_rows_of(value)):
+            if isinstance(value, DTensor) and (logical is None or logical.sharding.rows_in(value) is None):
                 raise StateError(
                     f"{type(optimizer).__name__} has states of a parameter of shape {tuple(value.shape)} as it was sharded "
                     "before undo(), which the next step distributes like the parameter that replaced it. Take the state dict "

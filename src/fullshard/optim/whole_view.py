@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, current_parameter, logical_parameters, to_local
+from fullshard.core import ShardedParameter, current_parameter, logical_parameters, user_attributes
 from fullshard.errors import StateError, check_bool, some_of, warn_once
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.matrix_owners import CachedExchange
@@ -366,7 +366,7 @@ class _WholeView:
             plain = self._plain.setdefault(id(piece), nn.Parameter(weight.new_empty(0)))
             plain.data, plain.grad = weight, grad
             plain.requires_grad_(piece.parameter.sharded.requires_grad)
-            plain.__dict__.update(piece.parameter.user_attributes)
+            plain.__dict__.update(user_attributes(piece.parameter.sharded))
             by_parameter.setdefault(id(piece.parameter.sharded), []).append(plain)
             if state := _state_of(outside, piece):
                 inside[plain] = state
@@ -455,7 +455,7 @@ def _gradient(parameter: ShardedParameter) -> Tensor:
         )
     if unlike := placement_error(_torch.specs_of([grad])[0], parameter):
         raise StateError(f"The gradient of parameter '{parameter.name}' is {unlike}. redistribute() it first.")
-    return to_local(grad)
+    return _torch.local_part(grad)
 
 
 # --- states: the key is the sharded parameter; the state of a split one has an entry per piece, by its number ---

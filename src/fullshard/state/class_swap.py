@@ -29,6 +29,7 @@ from fullshard.core import (
     make_unit,
     remove_hooks_from_copies,
     units_below,
+    user_attributes,
 )
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
@@ -151,7 +152,7 @@ def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedS
                     [Slot(memo[id(i.module)], i.name) for i in parameter.slots],
                 ),
                 parameter.sharding,
-                {key: copy.deepcopy(value, memo) for key, value in parameter.user_attributes.items()},
+                {key: copy.deepcopy(value, memo) for key, value in user_attributes(parameter.sharded).items()},
                 parameter.keeps_dtype,
                 parameter.grad_dtype,
             )

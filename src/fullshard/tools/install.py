@@ -21,7 +21,6 @@ from fullshard.core import (
     ShardedDTensor,
     current_parameter,
     logical_parameters,
-    to_local,
 )
 from fullshard.errors import StateError
 from fullshard.frontend.api import fully_shard
@@ -94,7 +93,7 @@ def _unscale(
     unscaled = []
     for parameter in parameters:
         if isinstance(parameter.grad, DTensor):  # a plain tensor with the local gradient takes its place
-            grad = to_local(parameter.grad)
+            grad = _torch.local_part(parameter.grad)
             parameter = grad.detach()
             parameter.grad = grad
         unscaled.append(parameter)

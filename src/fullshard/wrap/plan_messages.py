@@ -138,7 +138,7 @@ def messages_of(
         mp: dtypes.
         direct_min_bytes: bytes per rank from which a parameter is direct; None for the defaults.
     """
-    rule = DirectRule.default(DIRECT_MIN_BYTES) if direct_min_bytes is None else DirectRule(direct_min_bytes)
+    rule = DirectRule.of(direct_min_bytes, DIRECT_MIN_BYTES)
     groups = [_messages_of_group(group, ranks, rule) for group in group_entries(entries, mp)]
     names = [field.name for field in fields(UnitMessages) if field.default is MISSING]  # the numbers; texts are filled in later
     return UnitMessages(**{name: sum(getattr(group, name) for group in groups) for name in names})
