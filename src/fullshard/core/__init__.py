@@ -17,7 +17,7 @@ heartbeat.py           the all-reduce at the end of a synchronized backward
 communicator.py        streams, process groups, and the log of collectives
 collectives_pool.py    the collectives of process groups, and what the options of a unit make of them
 agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
-sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and the slots where one of them is registered
+sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and their slots; what replaced a parameter
 sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
 shard_values.py        values into and out of shards: fully_shard(), loading, full tensors
 group_grads.py         GroupGradients: gradients kept between backwards
@@ -31,7 +31,6 @@ unit_options.py        UnitOptions: the options of one unit, resolved
 backward.py            the backward in progress
 extension_points.py    functions that features outside of the engine add, called for every unit
 subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
-replaced_parameters.py parameters from before sharding, and the ones that replaced them
 """
 
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed
@@ -74,7 +73,6 @@ from fullshard.core.param_group import ParamGroup, group_class, register_group
 from fullshard.core.param_sharding import ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient
-from fullshard.core.replaced_parameters import current_parameter, replacement_generation, replacement_of, set_replacement
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
@@ -100,7 +98,16 @@ from fullshard.core.shard_values import (
     shard_of,
     write_unsharded,
 )
-from fullshard.core.sharded_param import ShardedParameter, back_references, logical_parameters, user_attributes
+from fullshard.core.sharded_param import (
+    ShardedParameter,
+    back_references,
+    current_parameter,
+    logical_parameters,
+    replacement_generation,
+    replacement_of,
+    set_replacement,
+    user_attributes,
+)
 from fullshard.core.sharded_tensor import LOGICAL, OPERATORS, ShardedDTensor, parameter_of, restore_subclass, use_plain_dtensor
 from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of, version_of_memory
 from fullshard.core.unit import Unit, refuse_inside_full_params

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,14 +42,11 @@ class ShardPlacementResult:
 PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorParallelSpec:
+class TensorParallelSpec(NamedTuple):
     """Mesh and placements of the DTensor that modules compute with under tensor parallelism."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    # axes of `mesh` over which DTensor must leave gradients partial, because the reduction of the unit sums them
-    data_parallel: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,12 +164,11 @@ class ParamSharding:
                     f"Expected the gradient of parameter '{name}' to be a DTensor on {parallel.mesh}, got one on "
                     f"{tensor.device_mesh}."
                 )
-            # over data-parallel axes the gradient stays partial: the reduce-scatter sums it
-            target = tuple(
-                mine if axis in parallel.data_parallel else wanted
-                for axis, (mine, wanted) in enumerate(zip(tensor.placements, parallel.placements))
-            )
-            if tensor.placements != target:
+            # over data-parallel axes of a full mesh the gradient stays partial: the reduce-scatter sums it
+            target = list(parallel.placements)
+            for axis in self.axis.data_axes if self.axis.full_mesh is not None else ():
+                target[axis] = tensor.placements[axis]
+            if list(tensor.placements) != target:
                 tensor = tensor.redistribute(parallel.mesh, target)
             tensor = _torch.waited(_torch.local_tensor(tensor))
         return tensor if self.shape else tensor.reshape(1)
@@ -187,11 +183,9 @@ class ParamSharding:
 
 def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
     """Return True if a DTensor has these placements on `mesh`, or on a mesh of the same ranks with other names of its dims."""
-    if tuple(value.placements) != tuple(placements):
-        return False
     other = value.device_mesh
-    alike = other.device_type == mesh.device_type and other.ndim == mesh.ndim
-    return other == mesh or (alike and torch.equal(other.mesh, mesh.mesh))
+    same_ranks = other.device_type == mesh.device_type and torch.equal(other.mesh, mesh.mesh)
+    return same_ranks and tuple(value.placements) == tuple(placements)
 
 
 def plan_sharding(
@@ -227,7 +221,7 @@ def plan_sharding(
     if isinstance(parameter, DTensor):
         mesh, others = _joined_mesh(parameter, axis, name=name), tuple(parameter.placements)
         shard = _shard_placement(dim, others, parameter.device_mesh)
-        parallel = TensorParallelSpec(parameter.device_mesh, others, ())
+        parallel = TensorParallelSpec(parameter.device_mesh, others)
     own = [*([Replicate()] if axis.replicas is not None else []), *([shard] if axis.group is not None else [])]
     return ParamSharding(axis, dim, parameter.shape, local.shape, mesh, (*own, *others), axis.data_axes, parallel)
 
@@ -248,11 +242,10 @@ def _joined_mesh(parameter: DTensor, axis: ShardAxis, *, name: str) -> DeviceMes
 
 def _replicate_scalar(parameter: nn.Parameter, axis: ShardAxis, *, name: str) -> ParamSharding:
     """Return a sharding that replicates a scalar on all ranks. Its gradients are averaged as usual."""
-    mesh, parallel, full = axis.mesh, None, axis.full_mesh is not None
+    mesh, parallel = axis.mesh, None
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh if full else _joined_mesh(parameter, axis, name=name)
-        data = axis.data_axes if full else ()
-        parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements), data)
+        mesh = _joined_mesh(parameter, axis, name=name) if axis.full_mesh is None else parameter.device_mesh
+        parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements))
     placements = (Replicate(),) * mesh.ndim
     return ParamSharding(axis, 0, parameter.shape, torch.Size((1,)), mesh, placements, axis.data_axes, parallel)
 
@@ -314,7 +307,7 @@ def _plan_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, na
                 f"Expected Replicate() for parameter '{name}' on the data-parallel axis '{names[index]}' before fully_shard, "
                 f"got {placements[index]}."
             )
-    parallel = TensorParallelSpec(mesh, placements, axis.data_axes)
+    parallel = TensorParallelSpec(mesh, placements)
     sharded_mesh, shards = mesh, sorted(map(names.index, dims.shard_names))
     if shards:
         first, end = shards[0], shards[-1] + 1

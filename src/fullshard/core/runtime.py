@@ -401,7 +401,7 @@ class Runtime:
     def _discard_unsharded(self, unit: Unit) -> None:
         """Free the unsharded parameters of a unit, whatever state they are in."""
         gathering = self._gathering.pop(unit.number, None)
-        unit.writable = False  # what the user wrote to them is discarded
+        unit.exposed = {}  # what the user wrote to them is discarded
         # Memory that messages still arrive in must not be reused. On an accelerator, order the compute stream behind them. On
         # the CPU they may never come, and keep their memory alive themselves.
         if gathering is not None and self.communicator.async_device is not None:

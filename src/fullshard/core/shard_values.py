@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core.agreement import Agreement
 from fullshard.core.param_sharding import ParamSharding
-from fullshard.core.replaced_parameters import set_replacement
-from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.sharded_param import ShardedParameter, set_replacement
 from fullshard.core.sharded_tensor import as_parameter
 from fullshard.core.subclasses import exact_copy, is_plain
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.module_tree import ParamRef, Slot
 from fullshard.core.param_sharding import ParamSharding
-from fullshard.core.replaced_parameters import set_replacement
 from fullshard.core.sharded_tensor import LOGICAL, as_parameter
 from fullshard.errors import StateError
 from fullshard.policies import GradDtype
@@ -38,6 +38,40 @@ def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
 def logical_parameters(tensors: Iterable[Tensor]) -> list[ShardedParameter]:
     """Return the ShardedParameter of each tensor in `tensors` that has one."""
     return [found for reference in back_references(tensors) if reference is not None and (found := reference()) is not None]
+
+
+class _Replacements:
+    by_old = WeakTensorKeyDictionary()  # old tensor -> the parameter that replaced it
+    generation = 0
+
+
+def set_replacement(old: Tensor, by: nn.Parameter) -> None:
+    """Record that `by` replaces `old`, so that optimizers and lists over `old` are understood as over `by`."""
+    if _Replacements.by_old.get(old) is not by:
+        _Replacements.generation += 1
+        _Replacements.by_old[old] = by
+
+
+def replacement_of(tensor: Tensor) -> nn.Parameter | None:
+    """Return the parameter that replaces `tensor` now, or None if nothing replaced it."""
+    if LOGICAL in tensor.__dict__:  # a sharded parameter: the lookup below costs a microsecond
+        return None
+    found: nn.Parameter | None = None
+    now = _Replacements.by_old.get(tensor)
+    while now is not None:  # more than one, if it was sharded, unsharded and sharded again
+        found, now = now, _Replacements.by_old.get(now)
+    return found
+
+
+def current_parameter(tensor: Tensor) -> Tensor:
+    """Return the parameter that took the place of `tensor`, or `tensor` itself."""
+    now = replacement_of(tensor)
+    return tensor if now is None else now
+
+
+def replacement_generation() -> int:
+    """Return a number that changes with every replacement: until then, results of `replacement_of` are current."""
+    return _Replacements.generation
 
 
 _COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: a tensor with its version counter, if others share that
@@ -143,8 +177,6 @@ class ShardedParameter:
         self.unsharded: nn.Parameter | None = None
         # Unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept`, (sharding.local_shape).
         self.local_grad: Tensor | None = None
-        # Version and address of the unsharded parameter when the caller got access to it; a change of either is a write.
-        self._exposed: tuple[int, int] | None = None
         # This rank's shard, (sharding.shard_shape), a part of the group's flat shard. `sharded` is a DTensor over it.
         self.local: Tensor
         if sharded is None:
@@ -205,15 +237,13 @@ class ShardedParameter:
 
     def wait_for_readers(self) -> None:
         """Block the host until no copy to the device reads the shard in host memory. Call this before a write."""
-        group = self.group()
-        if group is not None:
+        if (group := self.group()) is not None:
             group.synchronize_host()
 
     def note_write(self) -> None:
         """Record a write to the shard, so that the next all-gather is not skipped."""
         # Fused operations, and DTensor's foreach operations, increase no version counter.
-        group = self.group()
-        if group is not None:
+        if (group := self.group()) is not None:
             group.writes += 1
 
     def assign(self, value: Tensor) -> None:
@@ -259,29 +289,12 @@ class ShardedParameter:
     def make_unsharded(self, view: Tensor, *, any_grad_dtype: bool) -> None:
         """Create the unsharded parameter in `view` (sharding.local_shape), a part of the unsharded buffer.
 
-        Args:
-            view: a tensor on the storage of the unsharded buffer.
-            any_grad_dtype: whether autograd keeps gradients in the dtype in which they were computed. Reductions cast them.
+        `any_grad_dtype`: autograd keeps gradients in the dtype in which they were computed. Reductions cast them.
         """
         self.unsharded = nn.Parameter(self.sharding.to_module(view), requires_grad=self.sharded.requires_grad)
         if any_grad_dtype:
             _torch.set_grad_dtype(self.unsharded, None)
         set_replacement(self.unsharded, self.sharded)
-
-    def note_version(self) -> None:
-        """Record version and address of the unsharded parameter, before the caller gets access to it."""
-        self._exposed = None if self.unsharded is None else (self.unsharded._version, self.unsharded.data_ptr())
-
-    def check_unwritten(self) -> None:
-        """Raise StateError, once, if the unsharded parameter was written after `note_version`. Call this before it is freed."""
-        exposed, now = self._exposed, self.unsharded
-        self._exposed = None
-        if exposed is not None and now is not None and exposed != (now._version, now.data_ptr()):
-            raise StateError(
-                f"Parameter '{self.name}' of unit '{self.unit_name.name}' cannot be resharded: it was written while it was "
-                "unsharded by hand, and reshard() would lose the write. Write to it in `with fullshard.full_params(module):`, "
-                "or to its shard while it is sharded. To discard the write, call reshard() again."
-            )
 
     # --- slots ---
 
@@ -297,8 +310,7 @@ class ShardedParameter:
             if (id(_torch.parameters_of(slot.module)), slot.name) not in known:
                 self.slots.append(ParamSlot(slot))
                 self.slots[-1].put(self.sharded)
-                group = self.group()
-                if group is not None:
+                if (group := self.group()) is not None:
                     group.slots = None
 
     def install_plain(self, plain: nn.Parameter) -> None:

@@ -81,7 +81,8 @@ class Unit:
         self.place = UnitModules(modules)
         self.progress = ForwardProgress()
         self.shows_plain = False  # full_params() shows plain Parameters on the modules
-        self.writable = False  # users hold the unsharded parameters; resharding raises if they wrote to one
+        # While users hold the unsharded parameters: version and address of each at first. A change of either is a write.
+        self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
         # Checks that the next forward runs before it unshards, in order.
         self.first_use: list[FirstUse] = []
         # Whether `decide_gathers` ran since the groups were built.
@@ -323,7 +324,7 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
-        if self.writable:
+        if self.exposed:
             self.check_unmodified()
         for group in self.groups:
             if group.installed:
@@ -332,18 +333,25 @@ class Unit:
 
     def expose(self) -> None:
         """Record the versions of the unsharded parameters, which the user holds from now on."""
-        self.writable = True
-        for parameter in self.parameters:
-            parameter.note_version()
+        self.exposed = {
+            one: (one.unsharded._version, one.unsharded.data_ptr()) for one in self.parameters if one.unsharded is not None
+        }
 
     def check_unmodified(self) -> None:
         """Raise StateError, naming the parameter, if the user wrote to an unsharded parameter that is about to be freed.
 
         It raises once: the next call discards the write, as the error says.
         """
-        self.writable = False
-        for parameter in self.parameters:
-            parameter.check_unwritten()
+        exposed, self.exposed = self.exposed, {}
+        for parameter, before in exposed.items():
+            now = parameter.unsharded
+            if now is not None and (now._version, now.data_ptr()) != before:
+                raise StateError(
+                    f"Parameter '{parameter.name}' of unit '{self.name}' cannot be resharded: it was written while it was "
+                    "unsharded by hand, and reshard() would lose the write. Write to it in `with "
+                    "fullshard.full_params(module):`, or to its shard while it is sharded. To discard the write, call "
+                    "reshard() again."
+                )
 
     @property
     def shows_full(self) -> bool:

@@ -20,10 +20,9 @@ from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_order, re
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
 from fullshard.core.param_group import group_class
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
-from fullshard.core.replaced_parameters import replacement_of
 from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.shard_values import move_data, replace_with_sharded
-from fullshard.core.sharded_param import ShardedParameter
+from fullshard.core.sharded_param import ShardedParameter, replacement_of
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.units import name_units_in, unit_of
 from fullshard.errors import warn_once
