@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class ParamSharding:
     local_shape: torch.Size  # of the unsharded parameter on this rank, i.e. after tensor parallelism; (1,) for a scalar
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
-    data_axes: tuple[int, ...]  # axes of `mesh` that are data parallel; the one that is sharded over comes last
+    data_axes: tuple[int, ...]  # axes of `mesh` that are data parallel; one that is sharded over comes last
     tensor_parallel: TensorParallelSpec | None = None  # None if modules compute with a plain tensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
     is_plain: bool = field(init=False)  # True if modules compute with a plain tensor of `local_shape` that is not a scalar
@@ -79,11 +80,6 @@ class ParamSharding:
             return ()
         return (*self.local_shape[: self.dim], self.extent.rows, *self.local_shape[self.dim + 1 :])
 
-    @property
-    def shard_mesh_axis(self) -> int | None:
-        """Index of the axis of `mesh` that the parameter is sharded over; None if it is only replicated."""
-        return None if self.axis.group is None or not self.shape else self.data_axes[-1]
-
     @cached_property
     def tensor_parallel_groups(self) -> tuple[tuple[int, ShardAxis], ...]:
         """Index in `mesh` and axis of each tensor-parallel axis with several ranks."""
@@ -95,7 +91,7 @@ class ParamSharding:
         """Return the range of each dim that the rank at `coordinate` of `mesh` owns."""
         found = [range(length) for length in self.shape]
         # the shard axis comes last: FSDP shards the local tensor that tensor parallelism leaves
-        for axis in sorted(range(self.mesh.ndim), key=lambda axis: axis == self.shard_mesh_axis):
+        for axis in sorted(range(self.mesh.ndim), key=lambda axis: axis == self.data_axes[-1]):
             placement: Any = self.placements[axis]
             if _torch.is_shard(placement):
                 part = Extent.of_rank(len(found[placement.dim]), ranks=self.mesh.size(axis), rank=coordinate[axis])
@@ -283,10 +279,7 @@ def _shard_placement(dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, 
     `others` are the placements of tensor parallelism on the axes of `mesh`, of which `first` is the one after the shard axis.
     """
     # DTensor applies placements from left to right, but FSDP shards last, on an axis left of these: hence the split factor
-    factor = 1
-    for axis in range(first, len(others)):
-        if _torch.is_shard(others[axis], dim):
-            factor *= mesh.size(axis)
+    factor = prod(mesh.size(axis) for axis in range(first, len(others)) if _torch.is_shard(others[axis], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
 

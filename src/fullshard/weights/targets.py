@@ -217,7 +217,7 @@ def _entry(
     if found:
         assert mesh is not None
         sharding = found[0].sharding
-        key: object = (tuple(sharding.shape), sharding.dim, sharding.shard_mesh_axis, sharding.mesh, sharding.placements)
+        key: object = (tuple(sharding.shape), sharding.dim, sharding.data_axes, sharding.mesh, sharding.placements)
         if key not in known:
             known[key] = shard_map_of(sharding, mesh, ranks)
         target = ModelTensor(names[0], found[0].local.dtype, tuple(sharding.shape), known[key])
