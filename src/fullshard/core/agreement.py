@@ -148,10 +148,8 @@ class Agreement(Ranks):
         self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def unlogged(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, whose collectives are not logged, as those of DTensor are not.
-
-        A barrier first makes sure that all ranks are in this call, and the watchdog sees the wait as a wait for that barrier.
-        """
+        """Return the result of `work`, whose collectives are not logged, as those of DTensor are not."""
+        # All ranks are in this call then, and the watchdog sees the wait as a wait for this barrier.
         self.barrier()
         communicator, last = self._communicator, self._last
         if communicator is None or communicator.wait_state is None or last is None:
@@ -228,13 +226,10 @@ class Agreement(Ranks):
 
     @torch.no_grad()
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the first rank's values to all ranks, in place, except on meta.
-
-        torch's own broadcast sends each value once, while an all-reduce would send it twice. Its messages carry no tags, so a
-        barrier first makes sure that all ranks are in this call.
-        """
+        """Copy the first rank's values to all ranks, in place, except on meta."""
         if not self.groups:
             return
+        # torch's own broadcast sends each value once, an all-reduce twice. Its messages carry no tags, so all ranks meet first.
         self.barrier()
         for mine in (part.detach() for tensor in tensors for part in plain_parts(tensor)):
             if mine.device.type == "meta":

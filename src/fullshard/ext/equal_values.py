@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
@@ -34,16 +33,9 @@ _SHOWN = 256  # bytes of each rank's description in an error text
 # --- in fully_shard ---
 
 
-@dataclass(frozen=True, slots=True)
-class _InitialValues:
-    """What this rank sharded as a parameter."""
-
-    description: str  # name, shape, dtype and options of the parameter
-    digests: Tensor | None  # hashes of its values and of this rank's shard of them, (2,) int64 on its device; None on meta
-
-
-_INITIAL: weakref.WeakKeyDictionary[ShardedParameter, _InitialValues] = weakref.WeakKeyDictionary()
-"""What this rank sharded, until the first forward compares the ranks."""
+_INITIAL: weakref.WeakKeyDictionary[ShardedParameter, tuple[str, Tensor | None]] = weakref.WeakKeyDictionary()
+"""What this rank sharded, until the first forward compares the ranks: name, shape, dtype and options of the parameter, and
+hashes of its values and of this rank's shard of them, (2,) int64 on its device; None on meta."""
 
 _ALLOCATED: weakref.WeakSet[Unit] = weakref.WeakSet()
 """Units that were initialized after sharding, and are due to be compared."""
@@ -65,7 +57,7 @@ def _expect_equal(unit: Unit, originals: Originals | None) -> None:
         description += f"{f' sharded along dim {parameter.sharding.dim}' if parameter.sharding.dim else ''}{kept}"
         on_meta = original.device.type == "meta"
         digests = None if on_meta else torch.stack([digest(original), digest(parameter.local)])
-        _INITIAL[parameter] = _InitialValues(description, digests)
+        _INITIAL[parameter] = description, digests
     unit.before_first_use(_compare)
 
 
@@ -158,14 +150,14 @@ def _claims(parameter: ShardedParameter, parallel: Iterable[ShardAxis]) -> Itera
     with_equal_shards = [group for axis in (own, *copies) for group in axis.groups if group is not own.group]
     with_equal_values = [group for axis in (own.hybrid or own, *copies) for group in axis.groups]
     shard = None if parameter.local.device.type == "meta" else digest(parameter.local)
-    initial = _INITIAL.get(parameter)
-    if initial is not None and with_equal_values:
-        text = f"{parameter.unit_name.name} {initial.description}"
+    if parameter in _INITIAL and with_equal_values:
+        description, digests = _INITIAL[parameter]
+        text = f"{parameter.unit_name.name} {description}"
         hashed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
         yield _Claim(parameter, with_equal_values, torch.tensor(hashed, device="cpu"), "")
         values, excused = None, torch.tensor(True, device="cpu")
-        if initial.digests is not None and shard is not None:
-            values, excused = initial.digests[0], shard != initial.digests[1].to(shard.device)
+        if digests is not None and shard is not None:
+            values, excused = digests[0], shard != digests[1].to(shard.device)
         yield _Claim(parameter, with_equal_values, values, _DIFFERENT_MODELS, excused)
     if with_equal_shards:
         yield _Claim(parameter, with_equal_shards, shard, _DIFFERENT_REPLICAS)
@@ -207,7 +199,7 @@ def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
     """Return the text for a difference. Collective."""
     parameter = claim.parameter
     if not claim.error:
-        mine = f"rank {dist.get_rank()} has {_INITIAL[parameter].description} of unit '{parameter.unit_name.name}'"
+        mine = f"rank {dist.get_rank()} has {_INITIAL[parameter][0]} of unit '{parameter.unit_name.name}'"
         texts = agreement.over(claim.over).gather_bytes(mine.encode(), at_most=_SHOWN)
         listing = "; ".join(text.decode(errors="ignore").strip() for text in texts.values())
         return f"The ranks sharded different models: {listing}. Build the same model with the same options on all ranks."

@@ -17,10 +17,7 @@ from fullshard.errors import StateError
 
 
 class Method:
-    """Registered forward method of a unit's module, which runs the unit's forward hooks around each call.
-
-    It is stored on the module, and is copied and pickled with it.
-    """
+    """Registered forward method, which runs the unit's forward hooks around each call. Copied and pickled with its module."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         own = getattr(method, "__self__", None) is module
@@ -39,7 +36,7 @@ class Method:
         name = getattr(self._method, "__name__", "")
         if not self._own or getattr(type(module), name, None) is not self._method:
             raise StateError(f"The registered method '{name}' cannot be pickled: it is not a method of its module's class.")
-        return _rebuild_method, (module, name)
+        return Method, (module, MethodType(self._method, module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method between the forward hooks of its unit."""
@@ -61,10 +58,6 @@ class Method:
             return hooks.after(module, args, output)
         finally:
             unit.progress.methods -= 1
-
-
-def _rebuild_method(module: nn.Module, name: str) -> Method:
-    return Method(module, getattr(module, name))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

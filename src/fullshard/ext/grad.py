@@ -79,9 +79,15 @@ def grad(
     # Backward of a unit reduces into `.grad` only: collect the gradients there, then restore the former ones.
     kept = [(tensor, tensor.grad) for tensor in listed]
     runtimes = dict.fromkeys(unit.runtime for parameter in sharded if (unit := parameter.unit()) is not None)
-    others = [unit for runtime in runtimes for unit in runtime.all_units() if not _has_earlier_gradients(unit)]
-    # Without a heartbeat, unused parameters of a unit get zeros.
-    without = [one.sharded for unit in others for one in unit.parameters if one.sharded.grad is None]
+    # Without a heartbeat, unused parameters of a unit get zeros. Gradients of earlier backwards are set by any later backward.
+    without = [
+        parameter.sharded
+        for runtime in runtimes
+        for unit in runtime.all_units()
+        if not runtime.reducer.is_undelivered(unit) and not any(group.grads.has_local for group in unit.groups)
+        for parameter in unit.parameters
+        if parameter.sharded.grad is None
+    ]
     for tensor in listed:
         tensor.grad = None
     for runtime in runtimes:
@@ -105,12 +111,6 @@ def grad(
         if value is None and not allow_unused:
             raise StateError(f"grad(): {name} was not used by any rank. Pass allow_unused=True to get None for it.")
     return tuple(found)
-
-
-def _has_earlier_gradients(unit: Unit) -> bool:
-    """Return True if gradients of earlier backwards are not in `.grad` yet, which any later backward may set."""
-    kept = any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups)
-    return kept or unit.runtime.reducer.is_undelivered(unit)
 
 
 def _check_sets_gradients(unit: Unit) -> None:

@@ -93,10 +93,7 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
 
 
 def _order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
-    """Return the numbers of the units that a forward of `unit` enters (True) and leaves (False), in order.
-
-    The order is that of the last forward on this rank, or of module registration if there was none.
-    """
+    """Return the units that a forward enters (True) and leaves (False), as in the last one of `unit`, or as registered."""
     if unit.progress.last_order:
         return unit.progress.last_order
     found: list[tuple[int, bool]] = []
@@ -119,12 +116,11 @@ def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
     """Raise StateError for a unit whose forward cannot be predicted, inside a backward, and inside full_params()."""
     for other in inner:
         refuse_inside_full_params(other, doing="join()")
-    lists = [other.name for other in inner if other.place.is_list]
-    if lists:
-        raise StateError(
-            f"join() of unit '{unit.name}' cannot predict unit '{lists[0]}': fully_shard() was called on a list of modules, "
-            "and how often each of them runs is not known. Call fully_shard() on each module."
-        )
+        if other.place.is_list:
+            raise StateError(
+                f"join() of unit '{unit.name}' cannot predict unit '{other.name}': fully_shard() was called on a list of "
+                "modules, and how often each of them runs is not known. Call fully_shard() on each module."
+            )
     if _torch.current_graph_task() != -1:
         raise StateError(f"join() of unit '{unit.name}' was called inside a backward. Call it where the forward would be.")
 

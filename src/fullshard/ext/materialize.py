@@ -158,10 +158,7 @@ _GENERATOR_LOCK = threading.RLock()
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the random generators inside the block, and restore their states afterwards.
-
-    Threads share the generators, so a lock lets one thread at a time run such a block.
-    """
+    """Seed the random generators inside the block, and restore them afterwards. One thread at a time, since all share them."""
     # fork_rng always restores the CPU's generator. It takes a device type even for an empty list of devices.
     devices = [] if device.type == "cpu" else [device]
     with _GENERATOR_LOCK, torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):

@@ -38,10 +38,8 @@ _BY_ROWS = (
 
 
 def _own_shard(value: Tensor) -> Tensor:
-    """Return the shard in separate memory, so that it does not keep the unsharded tensor alive.
-
-    A plain tensor stays the same object, since the caller may have set hooks on it.
-    """
+    """Return the shard in separate memory, so that it does not keep the unsharded tensor alive."""
+    # A plain tensor stays the same object, since the caller may have set hooks on it.
     return value.set_(value.clone()) if is_plain(value) else exact_copy(value)  # type: ignore[call-overload]
 
 

@@ -147,10 +147,7 @@ def _check_written(unit: Unit, _: nn.Module) -> None:
 
 
 def _warn_of_unwritten(unit: Unit) -> None:
-    """Warn that a state dict contains tensors without values, if `load_weights` left some.
-
-    This is no error, since a load may be about to fill the dict.
-    """
+    """Warn that a state dict contains tensors that `load_weights` left without values. A load may be about to fill it."""
     for fresh in unwritten_of(unit):
         left = fresh.remaining() if fresh.cause.startswith("load_weights()") else []
         if left:

@@ -273,10 +273,7 @@ class PreparedShard:
         return managed, ties, refs
 
     def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
-        """Give all ranks the first rank's parameters and buffers. Collective.
-
-        Raises ValueError on every rank if a tensor is on meta on some ranks only.
-        """
+        """Give all ranks the first rank's values, or raise ValueError on all if some have a tensor on meta. Collective."""
         axis = self._axis
         self.runtime.update_timeouts(self._options.checks)
         classes = [type(module).__name__ for module in self.modules]

@@ -56,10 +56,7 @@ class UnshardHandle:
 def parse_reshard_after_forward(
     reshard_after_forward: bool | int | None, ranks: int, states: StateSharding
 ) -> tuple[KeepAfterForward, int | None]:
-    """Return (reshard policy, subgroup size) for the argument `reshard_after_forward`.
-
-    The subgroup size is the number of ranks that keep one copy of the parameters together; None without such subgroups.
-    """
+    """Return the policy that the argument means, and the number of ranks that keep one copy together, None for all."""
     if states.keeps_parameters and reshard_after_forward is not None and reshard_after_forward is not False:
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r} frees parameters after forward, which states={states} keeps. "
