@@ -5,8 +5,7 @@ They are called as methods of the process group, which takes half the host time 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
 
@@ -98,16 +97,10 @@ def exchange(
         return
     # If torch's profiler with `profile_memory=True` stops while a message of gloo is in flight, the heap of the process is
     # corrupted (seen on torch 2.13). So the profiler sees only the label of the collective, and not its messages.
-    with _unrecorded():
-        works.extend(chain(receiving, sending))
-
-
-@contextmanager
-def _unrecorded() -> Iterator[None]:
     # Private: `_enable_record_function`, which only this thread's operators obey.
     torch._C._autograd._enable_record_function(False)
     try:
-        yield
+        works.extend(chain(receiving, sending))
     finally:
         torch._C._autograd._enable_record_function(True)
 

@@ -96,23 +96,13 @@ def turned_into_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
 def set_gradients(
     parameters: Iterable[Tensor],
     flat: Tensor,
-    views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]],
-    origins: Iterable[Tensor | None],
+    views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]],  # (shape, strides, offset) of each part
+    origins: Iterable[Tensor | None],  # a tensor like each part at the start of a storage, as in `dtensor_like`, or None
     specs: Iterable[DTensorSpec],
-    keys: Iterable[str],
-    mark: object,
+    keys: Iterable[str],  # the name of an attribute that each gradient gets, with the value `mark`
+    mark: object,  # equal for all gradients of one reduction
 ) -> None:
-    """Set `.grad` of each sharded parameter to a part of `flat`, as a DTensor.
-
-    Args:
-        parameters: the sharded parameters.
-        flat: the flat gradient, 1-D.
-        views: (shape, strides, offset) of each part.
-        origins: a tensor like each part at the start of a storage, see `dtensor_like`; None for the part itself.
-        specs: the spec of each gradient.
-        keys: the name of an attribute that each gradient gets, with the value `mark`.
-        mark: equal for all gradients of one reduction.
-    """
+    """Set `.grad` of each sharded parameter to a part of `flat`, the flat gradient, as a DTensor."""
     # `dtensor_like` is inlined: this loop runs for every parameter in every backward.
     for parameter, view, origin, spec, key in zip(parameters, views, origins, specs, keys):
         local = flat.as_strided(*view)

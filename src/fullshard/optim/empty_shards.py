@@ -20,9 +20,6 @@ from torch.optim import Optimizer
 from fullshard.core import ParamSharding, ShardedParameter
 from fullshard.optim.pieces import is_same
 
-PLACEHOLDER_LENGTH = 17
-"""Length of a placeholder: an unusual number, so that optimizer states of a few elements are not mistaken for full states."""
-
 
 def placeholder(empty: Tensor) -> Tensor:
     """Return zeros to replace an empty tensor, with its dtype, device and number of dims.
@@ -31,7 +28,8 @@ def placeholder(empty: Tensor) -> Tensor:
     different states. They cannot be moved to the front either: a kernel takes a few dozen tensors at a time, but counts them
     only when it comes to one with elements, so it overflows if there are many empty ones in a row.
     """
-    return torch.zeros((PLACEHOLDER_LENGTH, *[1] * (empty.ndim - 1)), dtype=empty.dtype, device=empty.device)
+    length = 17  # an unusual number, so that optimizer states of a few elements are not mistaken for full states
+    return torch.zeros((length, *[1] * (empty.ndim - 1)), dtype=empty.dtype, device=empty.device)
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
@@ -86,20 +84,14 @@ class StepOrder:
 
     def _order(self, members: list[Any], has_closure: bool) -> list[int]:
         """Return the indices of `members` in the order for the step."""
-        steps = [one.grad is not None or (has_closure and one.requires_grad) for one in members]
         # (share, index) of the parameter to be the last one, for each dtype, since kernels get one list per dtype.
         last: dict[torch.dtype, tuple[float, int]] = {}
-        for index, parameter in enumerate(members):
-            if steps[index]:
-                share = self._shares.get(id(parameter), 1.0)
-                last[parameter.dtype] = max(last.get(parameter.dtype, (share, index)), (share, index))
-
-        def place(index: int) -> tuple[int, bool]:
-            """Return the sort key. It moves parameters after the chosen last one to the places directly before that one."""
-            _, end = last.get(members[index].dtype, (0, len(members)))
-            return (end, False) if index > end and steps[index] else (index, True)
-
-        return sorted(range(len(members)), key=place)
+        for index, one in enumerate(members):
+            if one.grad is not None or (has_closure and one.requires_grad):
+                found = self._shares.get(id(one), 1.0), index
+                last[one.dtype] = max(last.get(one.dtype, found), found)
+        ends = sorted(index for _, index in last.values())
+        return [index for index in range(len(members)) if index not in ends] + ends
 
 
 def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:

@@ -163,22 +163,19 @@ class MuonStep:
         if parameter.unit() is None:
             return None
         if parameter not in self._pieces:
-            self._pieces[parameter] = self._pieces_of(parameter)
+            how = None if self._splits is None else self._splits.of(parameter.sharded)
+            try:
+                self._pieces[parameter] = pieces_of(parameter, how)
+            except ValueError as reason:  # tensor parallelism that owners do not support, and DTensor does
+                if how is not None:
+                    raise
+                self._warn_of_dtensor(str(reason))
+                self._pieces[parameter] = None
         pieces = self._pieces[parameter]
         if pieces is not None and any(placement_error(spec, parameter) for spec in specs):
             self._warn_of_dtensor(f"Gradient or momentum of parameter '{parameter.name}' is distributed otherwise.")
             return None
         return pieces
-
-    def _pieces_of(self, parameter: ShardedParameter) -> list[Piece] | None:
-        how = None if self._splits is None else self._splits.of(parameter.sharded)
-        if how is not None:
-            return pieces_of(parameter, how)
-        try:
-            return pieces_of(parameter)
-        except ValueError as reason:  # tensor parallelism that owners do not support, and DTensor does
-            self._warn_of_dtensor(str(reason))
-            return None
 
     def _warn_of_dtensor(self, reason: str) -> None:
         name = type(self._optimizer()).__name__

@@ -251,8 +251,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     cache = _OptimizerCache.of(optimizer)
     has_closure = _closure_of(args, kwargs) is not None
     sharded = cache.sharded
-    if _torch.step_may_be_compiled():
-        _prepare_tracing([parameter.sharded.grad for parameter in sharded])
+    for gradient in [parameter.sharded.grad for parameter in sharded] if _torch.step_may_be_compiled() else ():
+        # dynamo cannot trace a DTensor whose storage offset differs from that of its local tensor, so each gradient gets a
+        # storage of its own over its part of the flat gradient.
+        if isinstance(gradient, DTensor) and _torch.local_tensor(gradient).storage_offset() != gradient.storage_offset():
+            _torch.point_at(gradient, _torch.as_own_storage(_torch.local_tensor(gradient)))
     cache.had_grad = set()
     for parameter in sharded:
         if parameter.sharded.grad is not None:
@@ -289,16 +292,6 @@ def _check_whole_matrices(optimizer: torch.optim.Optimizer, sharded: Sequence[Sh
             "matrices. Call fullshard.whole_view(optimizer) once, before the first step: each rank then steps the parameters "
             "that it owns, whole."
         )
-
-
-def _prepare_tracing(gradients: Sequence[Any]) -> None:
-    """Give each gradient a storage of its own over its part of the flat gradient.
-
-    dynamo cannot trace a DTensor whose storage offset differs from that of its local tensor.
-    """
-    for gradient in gradients:
-        if isinstance(gradient, DTensor) and _torch.local_tensor(gradient).storage_offset() != gradient.storage_offset():
-            _torch.point_at(gradient, _torch.as_own_storage(_torch.local_tensor(gradient)))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -293,8 +293,11 @@ class _WholeView:
                 numbers[pieces[index].parameter].add(pieces[index].number)
             kept.append(numbers)
         for mesh, of_mesh in zip(unchecked, kept):
-            for parameter, numbers_of_parameter in of_mesh.items():
-                _keep_states(optimizer.state, parameter, numbers_of_parameter)
+            for parameter, owned_numbers in of_mesh.items():
+                if None not in owned_numbers:  # this rank does not own the whole parameter
+                    # It keeps a state, an empty one if need be: checkpoints expect one.
+                    held, keys = optimizer.state.get(parameter.sharded) or {}, {str(number) for number in owned_numbers}
+                    optimizer.state[parameter.sharded] = {key: value for key, value in held.items() if key in keys}
             mesh.is_checked = True
         self._is_loaded = False
 
@@ -473,14 +476,6 @@ def _set_state(states: Any, piece: Piece, state: Any) -> None:
         states[piece.parameter.sharded] = state
     else:
         states.setdefault(piece.parameter.sharded, {})[str(piece.number)] = state
-
-
-def _keep_states(states: Any, parameter: ShardedParameter, numbers: set[int | None]) -> None:
-    """Keep the states of these pieces only. The parameter keeps a state, an empty one if need be: checkpoints expect one."""
-    if None in numbers:  # the whole parameter
-        return
-    state, kept = states.get(parameter.sharded) or {}, {str(number) for number in numbers}
-    states[parameter.sharded] = {key: value for key, value in state.items() if key in kept}
 
 
 def _is_of_another_split(states: Any, piece: Piece) -> bool:
