@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -86,12 +87,8 @@ def is_in_forward(module: nn.Module, *, outer: bool = False) -> bool:
     """Return True if a call of `module` is on this thread's stack. With `outer`, its innermost call does not count."""
     # Private: every call of a module runs `nn.Module._call_impl` with the module as `self`. If it moves to C or is
     # inlined, this returns False during a forward: the unit looks interrupted and is reset.
-    frame, found = sys._getframe(1), 0
-    code = nn.Module._call_impl.__code__
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is module:
-            found += 1
-        frame = frame.f_back  # type: ignore[assignment]
+    code, frames = nn.Module._call_impl.__code__, traceback.walk_stack(sys._getframe(1))
+    found = sum(frame.f_code is code and frame.f_locals.get("self") is module for frame, _ in frames)
     return found > (1 if outer else 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType
@@ -84,13 +85,11 @@ def step_may_be_compiled() -> bool:
     """Return True in a hook of an optimizer's step that is called from a compiled function, or is one itself."""
     # Private: the function around `step` that runs the hooks, and dynamo's file on the stack below it. If one of them moves,
     # this returns False, and dynamo raises in compiled steps.
-    frame, inside = sys._getframe(1), True
-    while frame is not None:
-        code = frame.f_code
-        inside = inside and code is not _AROUND_STEP
-        if not inside and code.co_filename == _DYNAMO:
+    inside = True
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        inside = inside and frame.f_code is not _AROUND_STEP
+        if not inside and frame.f_code.co_filename == _DYNAMO:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
     return False
 
 
@@ -104,9 +103,7 @@ def full_state_dict_is_requested() -> bool:
     # the variable is, KeyError.
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
     code = None if module is None else inspect.unwrap(module._get_optim_state_dict).__code__
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = next((frame for frame, _ in traceback.walk_stack(sys._getframe(1)) if frame.f_code is code), None)
     return frame is not None and bool(frame.f_locals["info"].full_state_dict)
 
 

@@ -225,8 +225,12 @@ class _WholeView:
         self._members = members
         if is_same(logical, self._logical) and dtypes == self._dtypes:
             return
-        if self._may_have_states:
-            self._check_still_sharded()
+        for parameter in self._logical if self._may_have_states else ():
+            if not logical_parameters([current_parameter(parameter.sharded)]):
+                raise StateError(
+                    f"{self._doing}: parameter '{parameter.name}' is no longer sharded, and its state is on its owner only. "
+                    "Save a checkpoint before undo(), and load it into a new optimizer."
+                )
         # Parameters that are still there keep their pieces, so that meshes of which nothing changed need no check of states:
         # ranks of other meshes would not take part in it.
         known = self._pieces
@@ -243,15 +247,6 @@ class _WholeView:
                 mesh = _Mesh(pieces, CachedExchange(self._doing, dtype, self._cost) if mesh is None else mesh.exchange)
             self._meshes[key] = mesh
         self._logical, self._dtypes, self._plain = logical, dtypes, {}
-
-    def _check_still_sharded(self) -> None:
-        """Raise StateError on all ranks if parameters that may have states on their owners are no longer sharded."""
-        for parameter in self._logical:
-            if not logical_parameters([current_parameter(parameter.sharded)]):
-                raise StateError(
-                    f"{self._doing}: parameter '{parameter.name}' is no longer sharded, and its state is on its owner only. "
-                    "Save a checkpoint before undo(), and load it into a new optimizer."
-                )
 
     def _check_states(self, optimizer: Optimizer) -> None:
         """Drop the states of pieces that other ranks own, where that is not sure yet. Collective.
