@@ -28,11 +28,10 @@ def is_alive(group: Any) -> bool:
 
 def abort_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Abort the collectives of a process group on `device`. Waits for them return, and later collectives raise."""
-    # Private: `_get_backend`. The group's own `abort` is the fallback, because it aborts its backends of other devices as well.
+    # Private: `_get_backend`, since the group's own `abort` aborts its backends of other devices as well.
     backend: Any = group._get_backend(device)
     if backend.name().lower() != "gloo":
-        getattr(backend, "abort", group.abort)()
-        return
+        return backend.abort()
     # gloo's `abort` does nothing. A wait that times out closes all connections of the group, so wait for a message that no rank
     # sends; of each peer, since a connection that is closed already raises at once. If that changes in torch, ranks that
     # diverged wait until the timeout of the process group.
@@ -118,14 +117,13 @@ def process_group_memory(group: dist.ProcessGroup, device: torch.device) -> Call
     # Private: `_get_backend`, since only backends, not process groups, have `supports_tensor_alloc` and `allocate_tensor`.
     name = backend_name(group, device)
     backend = group._get_backend(device)
-    supports = getattr(backend, "supports_tensor_alloc", None)
-    is_nccl = name.startswith("nccl")  # torch 2.15 has "nccl2" and "nccl-legacy" as well
-    if supports is None or not (is_nccl or supports(device)):
+    supports = backend.supports_tensor_alloc(device)
+    if not supports and not name.startswith("nccl"):  # torch 2.15 has "nccl2" and "nccl-legacy" as well
         raise ValueError(
             f"This setting is not available: the {name} backend allocates no memory for messages. Use nccl, or leave this "
             "setting off."
         )
-    if not supports(device):
+    if not supports:
         warn_once(f"nccl allocates no memory for messages on {device}, which lacks multicast. Ordinary memory is used.")
         return torch.empty
     dist.barrier(group)  # the communicator must exist before its memory does

@@ -59,9 +59,12 @@ def list_tensors(optimizer: Optimizer, group: dict[str, Any], *lists: list[Any])
     return type(optimizer)._init_group(optimizer, group, *lists)  # type: ignore[attr-defined]
 
 
-def list_alike(one: type[Optimizer], other: type[Optimizer]) -> bool:
-    """Return True if two optimizer classes list tensors with the same function."""
-    return one._init_group is other._init_group  # type: ignore[attr-defined]
+def steps_as(optimizer: Optimizer, cls: type[Optimizer]) -> bool:
+    """Return True if the optimizer inherits `step` of a class of torch, and the function that lists the tensors of a step."""
+    own: Any = type(optimizer)
+    if not issubclass(own, cls) or own._init_group is not cls._init_group:  # type: ignore[attr-defined]
+        return False
+    return inspect.unwrap(own.step) is inspect.unwrap(cls.step)  # torch wraps `step` when the first instance is made
 
 
 def have_listed_by(optimizer: Optimizer, how: Callable[..., Any], after: Callable[..., None]) -> None:

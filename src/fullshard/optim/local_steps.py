@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Sequence
 from itertools import repeat
@@ -33,18 +32,9 @@ ELEMENT_WISE: tuple[type[optim.Optimizer], ...] = (
 def is_element_wise(optimizer: optim.Optimizer) -> bool:
     """Return True if the optimizer updates each element from its own gradient and state and from the options only.
 
-    True for torch's classes in `ELEMENT_WISE`, and for subclasses that inherit both `_init_group` and `step`. Code of other
-    optimizers is not analyzed.
+    True for torch's classes in `ELEMENT_WISE`, and for subclasses that step as these. Code of other optimizers is not analyzed.
     """
-    cls = type(optimizer)
-    if cls in ELEMENT_WISE:
-        return True
-    step = inspect.unwrap(cls.step)  # torch wraps the `step` of each class when its first instance is made
-    return any(
-        _torch.list_alike(cls, torch_class) and step is inspect.unwrap(torch_class.step)
-        for torch_class in ELEMENT_WISE
-        if issubclass(cls, torch_class)
-    )
+    return any(_torch.steps_as(optimizer, cls) for cls in ELEMENT_WISE)
 
 
 class LocalStep:

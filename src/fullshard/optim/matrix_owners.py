@@ -81,17 +81,13 @@ class Exchanges:
     def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
         self._new = partial(CachedExchange, doing, dtype, cost, batched=batched)
         self._by_mesh: dict[MeshKey, CachedExchange] = {}
-        self._pieces: list[Piece] = []  # of the last call
-        self._groups: list[list[int]] = []  # their indices by mesh
 
     def run(self, pieces: Sequence[Piece], fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of the function's result for each piece. Collective."""
-        if not is_same(pieces, self._pieces):
-            self._pieces, self._groups = list(pieces), by_mesh(pieces)
         results: list[Tensor] = [torch.empty(0)] * len(pieces)
         with ExitStack() as calls:
             used = []
-            for indices in self._groups:
+            for indices in by_mesh(pieces):
                 of_mesh = [pieces[index] for index in indices]
                 exchange = self._by_mesh.setdefault(of_mesh[0].mesh_key, self._new()).of(of_mesh)
                 calls.enter_context(exchange.call())

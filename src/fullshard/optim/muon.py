@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,6 @@ WIRE = torch.bfloat16  # Newton-Schulz casts to it first, so messages in it chan
 RUN_NBYTES = 16 << 20  # of gradients whose updates are computed together, with two temporaries of this size
 
 _SPLITS = "_fullshard_splits"  # attribute of a Muon: how its matrices are split
-
-
-def is_muon(optimizer: optim.Optimizer) -> bool:
-    """Return True for torch's Muon, and for subclasses that inherit both `_init_group` and `step`."""
-    cls = type(optimizer)
-    if not issubclass(cls, optim.Muon):
-        return False
-    return _torch.list_alike(cls, optim.Muon) and inspect.unwrap(cls.step) is inspect.unwrap(optim.Muon.step)
 
 
 def set_splits(optimizer: optim.Optimizer, splits: Splits) -> None:

@@ -32,7 +32,7 @@ from fullshard.core import (
 from fullshard.errors import StateError, some_of, warn_once
 from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
-from fullshard.optim.muon import MuonStep, is_muon, splits_of
+from fullshard.optim.muon import MuonStep, splits_of
 from fullshard.optim.pieces import is_same
 from fullshard.optim.step_wrapper import view_of
 from fullshard.policies import LintWarning
@@ -155,7 +155,7 @@ class _OptimizerCache:
         self.lister: LocalStep | MuonStep | None = None
         if self._sharded and is_element_wise(optimizer):
             self.lister = LocalStep(optimizer)
-        elif self._sharded and is_muon(optimizer):
+        elif self._sharded and _torch.steps_as(optimizer, torch.optim.Muon):
             # One rank alone may build this cache anew. A new MuonStep would compare its plan with the other ranks, which may
             # have kept theirs, so this rank keeps it, too.
             kept = None if before is None else before.lister

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from fullshard import _torch
 from fullshard.core import ShardedParameter, current_parameter, logical_parameters, user_attributes
 from fullshard.errors import StateError, check_bool, some_of, warn_once
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.matrix_owners import CachedExchange
-from fullshard.optim.muon import is_muon, set_splits
+from fullshard.optim.muon import set_splits
 from fullshard.optim.owner_exchange import Fill, OwnerExchange, copy_into
 from fullshard.optim.owners import Cost
 from fullshard.optim.pieces import Piece, Split, Splits, is_same, pieces_of, placement_error
@@ -85,7 +85,7 @@ def whole_view(
         raise ValueError(f"cost must be a function of a Matrix, or None, got {cost!r}.")
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     splits = Splits(split, members)
-    if is_muon(optimizer):
+    if _torch.steps_as(optimizer, Muon):
         if cost is not None or not restorable:
             raise ValueError(
                 f"Expected cost=None and restorable=True for {name}, got cost={cost!r} and restorable={restorable!r}. The cost "
