@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fullshard
-from fullshard.weights.headers import header_bytes
+from fullshard.weights.boxes import TensorInfo
+from fullshard.weights.headers import FileTensor, header_bytes
+from fullshard.weights.key_map import MappedTensor
 from fullshard.weights.layout import lay_out
 
 # --- files ---
@@ -26,7 +28,7 @@ from fullshard.weights.layout import lay_out
 def write(path: Path, tensors: dict[str, Tensor]) -> int:
     """A file of safetensors. Returns the bytes of its data."""
     with path.open("wb") as file:
-        file.write(header_bytes([(name, one.dtype, one.shape) for name, one in tensors.items()]))
+        file.write(header_bytes([TensorInfo(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]))
         for one in tensors.values():
             file.write(bytes(one.contiguous().view(-1).view(torch.uint8).tolist()))
     return sum(one.numel() * one.itemsize for one in tensors.values())
@@ -152,8 +154,8 @@ def contents(folder: Path) -> dict[str, str]:
 
 def expected(tensors: dict[str, Tensor], *, most: int = 10**9) -> dict[str, str]:
     """Hashes of the files with these tensors, written by one process."""
-    layout = lay_out(
-        [(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()],
+    layout, _ = lay_out(
+        {name: MappedTensor.of(FileTensor(name, one.dtype, tuple(one.shape), "", 0)) for name, one in tensors.items()},
         max_shard_bytes=most,
         parameters=sum(one.numel() for name, one in tensors.items() if name != "mean"),
     )

@@ -12,6 +12,7 @@ import torch
 from exits import command_line
 from torch import Tensor
 
+from fullshard.weights.boxes import TensorInfo
 from fullshard.weights.command import problems
 from fullshard.weights.converting import convert_weights
 from fullshard.weights.headers import OpenFiles, header_bytes, read_checkpoint
@@ -33,7 +34,7 @@ def tensors() -> dict[str, Tensor]:
 
 def write(file: Path, named: dict[str, Tensor]) -> None:
     data = b"".join(bytes(Transfer("", 0, tensor.contiguous()).memory) for tensor in named.values())
-    file.write_bytes(header_bytes([(name, one.dtype, one.shape) for name, one in named.items()]) + data)
+    file.write_bytes(header_bytes([TensorInfo(name, one.dtype, tuple(one.shape)) for name, one in named.items()]) + data)
 
 
 def read(folder: Path) -> dict[str, Tensor]:
@@ -195,4 +196,4 @@ def test_the_command_line(tmp_path: Path) -> None:
 def _size(folder: Path) -> str:
     from fullshard.wrap.tables import bytes_text
 
-    return bytes_text(sum(header.file_nbytes for header in read_checkpoint(folder)))
+    return bytes_text(sum(header.identity.nbytes for header in read_checkpoint(folder)))

@@ -27,8 +27,9 @@ from torch import nn
 import fullshard
 from fullshard.weights import Drop, Keep, commit, load_weights, save_weights, transfer
 from fullshard.weights.commit import Replacement, staging_path
-from fullshard.weights.headers import BadFile
-from fullshard.weights.layout import lay_out
+from fullshard.weights.headers import BadFile, FileTensor
+from fullshard.weights.key_map import MappedTensor
+from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.steps import Steps
 
 
@@ -277,9 +278,9 @@ def test_mode_and_sockets_stay(tmp_path: Path) -> None:
 # --- two saves ---
 
 
-def layout_of(model: nn.Module) -> object:
-    named = [(name, one.dtype, tuple(one.shape)) for name, one in model.state_dict().items()]
-    return lay_out(named, max_shard_bytes=10**9, parameters=1)
+def layout_of(model: nn.Module) -> CheckpointLayout:
+    files = {name: FileTensor(name, one.dtype, tuple(one.shape), "", 0) for name, one in model.state_dict().items()}
+    return lay_out({name: MappedTensor.of(one) for name, one in files.items()}, max_shard_bytes=10**9)[0]
 
 
 def test_a_second_save_is_told_of_the_first(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_a_second_save_is_told_of_the_first(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     save_weights(uniform(1.0), folder)
     first = Replacement(folder, "first")
-    first.prepare(layout_of(Net()))  # type: ignore[arg-type]
+    first.prepare(layout_of(Net()))
     told = rf"Another save to {folder} is running, by process {os.getpid()} on \S+. Wait for it or save to another directory"
     with pytest.raises(ValueError, match=told):
         save_weights(uniform(2.0), folder)
@@ -303,11 +304,11 @@ def test_a_save_whose_folder_was_taken_leaves_all_as_it_is(tmp_path: Path) -> No
     folder = tmp_path / "run"
     save_weights(uniform(1.0), folder)
     before, first = contents(folder), Replacement(folder, "first")
-    first.prepare(layout_of(Net()))  # type: ignore[arg-type]
+    first.prepare(layout_of(Net()))
     (staging_path(folder) / "owner").unlink()  # as somebody who takes it for a leftover
     with pytest.warns(UserWarning, match="It is removed"):
         second = Replacement(folder, "second")
-        second.prepare(layout_of(Net()))  # type: ignore[arg-type]
+        second.prepare(layout_of(Net()))
     with pytest.raises(RuntimeError, match="was removed or belongs to another save"):
         first.commit()
     first.discard()
@@ -326,6 +327,7 @@ while not (folder.parent / "enough").exists():
     try:
         save_weights(uniform({value}), folder, max_shard_bytes=200)
         saved += 1
+        (folder.parent / "saved {value}").touch()
     except ValueError as failure:
         assert "Another save to" in str(failure), failure
         (folder.parent / "told").touch()
@@ -344,7 +346,9 @@ def test_two_jobs_that_save_and_one_that_loads_see_whole_checkpoints(tmp_path: P
         jobs = [pool.submit(script, code) for code in codes]
         while not (tmp_path / "enough").exists():
             seen.append(loaded(folder))
-            met = (tmp_path / "told").exists() and {1.0, 2.0} <= set.union(*seen)
+            met = all((tmp_path / name).exists() for name in ("told", "saved 1.0", "saved 2.0")) and {1.0, 2.0} <= set.union(
+                *seen
+            )
             if (met and time.monotonic() > begin + 1.0) or time.monotonic() > begin + 60.0 or any(job.done() for job in jobs):
                 (tmp_path / "enough").touch()
     saved = [int(job.result().stdout) for job in jobs]
@@ -595,7 +599,7 @@ def test_an_empty_directory_is_replaced_and_one_without_exchange_is_moved_aside(
     with pytest.warns(UserWarning, match="It is removed"):
         replacement = Replacement(folder, "next")
         with mock.patch.object(commit, "_lock", return_value=True):  # of this process, which still lives
-            replacement.prepare(layout_of(Net()))  # type: ignore[arg-type]
+            replacement.prepare(layout_of(Net()))
     replacement.discard()
     load_weights(model, folder)
     assert values_of(model) == {2.0}, "the one of before is in its place again"

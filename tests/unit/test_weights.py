@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import fullshard
 from fullshard import load_weights, save_weights
 from fullshard.core.layout import Extent
-from fullshard.weights.boxes import Box, ModelTensor, ShardMap
-from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint, read_header
+from fullshard.weights.boxes import Box, ModelTensor, ShardMap, TensorInfo
+from fullshard.weights.headers import NAMES, BadFile, FileTensor, header_bytes, parse_header, read_checkpoint
 from fullshard.weights.key_map import ComputedTensor, MapError, MappedTensor, map_keys
 from fullshard.weights.loading import _represents_all
-from fullshard.weights.plan import Destination, ReadRange, plan_load
+from fullshard.weights.plan import Link, Part, partners, plan_load, plan_save
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, RenameBy, Split, Stack, Transpose, Unstack
 from fullshard.weights.transfer import Transfer, Writer
 
@@ -78,7 +78,7 @@ def stored(tensors: dict[str, Tensor]) -> dict[str, MappedTensor]:
     """As if in a file, one behind the other."""
     found, at = {}, 64
     for name, tensor in tensors.items():
-        found[name] = MappedTensor.of(FileTensor(name, "a.safetensors", tensor.dtype, tuple(tensor.shape), at))
+        found[name] = MappedTensor.of(FileTensor(name, tensor.dtype, tuple(tensor.shape), "a.safetensors", at))
         at += tensor.numel() * tensor.itemsize
     return found
 
@@ -138,35 +138,30 @@ def carried_out(
     times: Counter[str] = Counter()
     rounds = []
 
-    def value_of(part: ReadRange) -> Tensor:
+    def value_of(part: Part) -> Tensor:
         source = part.source
         if isinstance(source, ComputedTensor):
             return source.function(*(put_together(one, tensors) for one in source.inputs))[part.rows.slices()]
         return tensors[source.name][part.rows.slices()]
 
-    def read(part: ReadRange) -> Tensor:
+    def read(part: Part) -> Tensor:
         if not isinstance(part.source, ComputedTensor):
             times[part.source.name] += part.rows.numel
         return value_of(part)
 
-    def deliver(part: ReadRange, destination: Destination, rank: int, value: Tensor) -> None:
-        box = destination.in_target(part.rows, rank)
-        if box is not None:
-            inner = destination.piece.source_box(box).relative_to(part.rows)
-            found[destination.target.name][box.slices()] = destination.piece.view_as_mapped(value[inner.slices()])
-            written[rank][destination.target.name][box.slices()] += 1
+    def deliver(part: Part, rank: int, value: Tensor) -> None:
+        for link, box, _ in part.boxes(rank):
+            found[link.target.name][box.slices()] = in_rows(part, value, link, box)
+            written[rank][link.target.name][box.slices()] += 1
 
     for rank in range(cut.world):
         plan = plan_load(targets, rank=rank, ranks=cut.world, limit=limit, exchanges=exchanges)
         rounds.append([turn.exchanged for turn in plan.rounds])
         for part in plan.own:
-            assert part.reader == rank
-            for destination in part.destinations:
-                deliver(part, destination, rank, read(part))
+            assert part.worker == rank
+            deliver(part, rank, read(part))
         for part in (part for turn in plan.rounds for part in turn.parts):
-            value = read(part) if part.reader == rank else value_of(part)
-            for destination in part.destinations:
-                deliver(part, destination, rank, value)
+            deliver(part, rank, read(part) if part.worker == rank else value_of(part))
     assert all(other == rounds[0] for other in rounds)
     for name, one in mapped.items():
         for rank, box in enumerate(cut.shard_map(one.shape).boxes):
@@ -175,6 +170,11 @@ def carried_out(
                 expected[box.slices()] = 1
             assert torch.equal(written[rank][name], expected), f"rank {rank} of {name}"
     return found, times
+
+
+def in_rows(part: Part, rows: Tensor, link: Link, box: Box) -> Tensor:
+    """A box of a tensor of the model, as a view of the rows of a part."""
+    return link.piece.view_as_mapped(rows[link.piece.source_box(box).relative_to(part.rows).slices()])
 
 
 def put_together(mapped: MappedTensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -210,6 +210,37 @@ def test_every_element_is_read_once_and_lands_once(
         assert not exchanges or times[name] == tensor.numel(), "no byte is read twice, and none in vain"
 
 
+@given(shapes=st.lists(SHAPES, min_size=1, max_size=3), turns=st.booleans(), cut=CUTS, limit=st.sampled_from([1, 40, 10**6]))
+@random_cases(300)
+def test_every_element_is_written_once_by_a_rank_that_gets_it_from_one(
+    shapes: list[tuple[int, ...]], turns: bool, cut: Cut, limit: int
+) -> None:
+    tensors = {f"t{number}": numbered(*shape, at=1000 * number) for number, shape in enumerate(shapes)}
+    models = {
+        name: ModelTensor(name, one.dtype, tuple(one.shape), cut.shard_map(tuple(one.shape))) for name, one in tensors.items()
+    }
+    rules = [Transpose("t0", (0, -1))] if turns and shapes[0] else None
+    mapped = map_keys(rules, {name: MappedTensor.of(one) for name, one in models.items()})
+    outputs = [(FileTensor(name, one.dtype, one.shape, "a", 0), one) for name, one in mapped.items()]
+    plans = [plan_save(outputs, rank=rank, ranks=cut.world, limit=limit) for rank in range(cut.world)]
+    assert len({tuple(turn.exchanged for turn in plan.rounds) for plan in plans}) == 1
+    assert sum(plan.nbytes for plan in plans) == sum(output.nbytes for output, _ in outputs)
+    found = {output.name: torch.full(output.shape, -1.0) for output, _ in outputs}
+    for rank, plan in enumerate(plans):
+        for part in (*plan.own, *(part for turn in plan.rounds for part in turn.parts if part.worker == rank)):
+            rows = found[part.source.name][part.rows.slices()]
+            assert (rows == -1).all() and part.worker == rank
+            for link, box, ranks in part.boxes():
+                (giver,) = partners(ranks, rank, saving=True)
+                own = link.target.shard_map.boxes[giver]
+                assert own is not None and box.intersect(own) == box and (giver == rank or part not in plan.own)
+                assert giver == rank or any(part in turn.parts for turn in plans[giver].rounds)
+                in_rows(part, rows, link, box).copy_(tensors[link.target.name][box.slices()])
+    for name, tensor in tensors.items():
+        expected = tensor.transpose(0, -1) if turns and name == "t0" and tensor.dim() else tensor
+        assert torch.equal(found[name], expected)
+
+
 def test_rows_of_one_rank_are_read_by_it_alone_and_those_of_several_in_equal_parts() -> None:
     shape = (10, 4)
     (mapped,) = stored({"w": numbered(*shape)}).values()
@@ -220,7 +251,7 @@ def test_rows_of_one_rank_are_read_by_it_alone_and_those_of_several_in_equal_par
         assert cut.replicas * cut.tensor_parallel > 1 or not plans[0].rounds
         own = [sum(part.rows.numel for part in plan.own) for plan in plans]
         for rank, plan in enumerate(plans):
-            own[rank] += sum(part.rows.numel for turn in plan.rounds for part in turn.parts if part.reader == rank)
+            own[rank] += sum(part.rows.numel for turn in plan.rounds for part in turn.parts if part.worker == rank)
         return [numel // shape[1] for numel in own]
 
     assert read(Cut(4, 0)) == [3, 3, 3, 1]
@@ -283,7 +314,7 @@ def test_texts_are_what_every_rank_can_tell_and_no_terminal_obeys() -> None:
     """What is no Unicode left the other ranks waiting."""
     name = os.fsdecode(b"\xff\x1b[2J.safetensors")
     with pytest.raises(BadFile) as failure:
-        read_header(name)
+        read_checkpoint([name])
     assert str(failure.value).startswith(r"\udcff\x1b[2J.safetensors: No such file")
     str(failure.value).encode()
 
@@ -325,7 +356,9 @@ def test_rules_that_do_not_fit_are_refused(rules: Any, told: str) -> None:
 
 def write(path: Path, tensors: dict[str, Tensor]) -> Path:
     with path.open("wb") as file:
-        file.write(header_bytes([(name, one.dtype, one.shape) for name, one in tensors.items()], {"format": "pt"}))
+        file.write(
+            header_bytes([TensorInfo(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()], {"format": "pt"})
+        )
         for one in tensors.values():
             file.write(bytes(one.contiguous().view(-1).view(torch.uint8).tolist()))
     return path
@@ -333,12 +366,14 @@ def write(path: Path, tensors: dict[str, Tensor]) -> Path:
 
 def test_a_header_is_read_back(tmp_path: Path) -> None:
     tensors = {f"t.{name}": torch.zeros(2, 3, dtype=dtype) for dtype, name in NAMES.items()}
-    header = read_header(write(tmp_path / "a.safetensors", {**tensors, "none": torch.empty(0, 4), "one": torch.tensor(3.0)}))
+    (header,) = read_checkpoint(
+        [write(tmp_path / "a.safetensors", {**tensors, "none": torch.empty(0, 4), "one": torch.tensor(3.0)})]
+    )
     assert [(t.name, t.dtype, t.shape) for t in header.tensors][:3] == [
         (name, tensor.dtype, (2, 3)) for name, tensor in list(tensors.items())[:3]
     ]
     assert {t.name: t.shape for t in header.tensors}["none"] == (0, 4) and header.metadata == {"format": "pt"}
-    assert header.nbytes % 8 == 0 and header.file_nbytes == (tmp_path / "a.safetensors").stat().st_size
+    assert header.identity.header_nbytes % 8 == 0 and header.identity.nbytes == (tmp_path / "a.safetensors").stat().st_size
 
 
 GOOD: dict[str, Any] = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
@@ -387,22 +422,22 @@ def test_a_file_that_is_none_is_refused_without_reading_on(content: bytes, told:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(content)
     with pytest.raises(BadFile, match=told):
-        read_header(path)
+        read_checkpoint([path])
 
 
 @given(data=st.data())
 @random_cases(200)
 def test_a_changed_header_is_refused_or_says_what_the_file_has(data: Any) -> None:
-    text = bytearray(header_bytes([("a", torch.float32, (3, 2)), ("bb", torch.int8, (5,))])[8:])
+    text = bytearray(header_bytes([TensorInfo("a", torch.float32, (3, 2)), TensorInfo("bb", torch.int8, (5,))])[8:])
     for _ in range(data.draw(st.integers(1, 4))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     size = 8 + len(text) + 29
     try:
-        header = parse_header("file", bytes(text), size)
+        tensors, _ = parse_header("file", bytes(text), size)
     except BadFile:
         return
-    assert sum(tensor.nbytes for tensor in header.tensors) == 29
-    assert all(8 + len(text) <= t.offset and t.offset + t.nbytes <= size for t in header.tensors)
+    assert sum(tensor.nbytes for tensor in tensors) == 29
+    assert all(8 + len(text) <= t.offset and t.offset + t.nbytes <= size for t in tensors)
 
 
 def test_files_of_a_checkpoint_are_found_and_checked(tmp_path: Path) -> None:

@@ -5,15 +5,14 @@ headers.py    headers of safetensors files, and the files of a checkpoint
 rules.py      rules of key maps, as values
 key_map.py    apply rules to the tensors of a checkpoint
 published.py  checkpoint conversions of transformers as rules of key maps
-rounds.py     divide rows between ranks, and into rounds and batches
-plan.py       plan a load: which rank reads which bytes
+plan.py       plan a load or a save: which rank reads or writes which rows, and which ranks exchange them
 targets.py    tensors of a model: names, local memory, shards of all ranks
 exchange.py   fixed-size memory through which rows pass, and their exchange between ranks in one collective
 transfer.py   read and write bytes of files with several threads, and report progress
+moving.py     move rows between files and shards, as planned
 allocating.py allocate memory for a model on meta, restore buffers that no checkpoint has, and mark tensors without values
 loading.py    load_weights()
 layout.py     lay out a checkpoint in files, as save_pretrained does
-save_plan.py  plan a save: which rank writes which rows, and which ranks send them
 commit.py     replace a directory atomically
 inside.py     move files into a directory that cannot be replaced
 background.py saves in the background of training; ranks agree through the store
@@ -21,7 +20,7 @@ steps.py      one directory per step, and a link to the latest
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
-converting.py convert_weights(), without a model, and the functions of `Convert` rules
+converting.py convert_weights(), without a model
 command.py    python -m fullshard weights: show, convert, check
 
 Planning is pure. Only headers, rules and plans depend on the file format.

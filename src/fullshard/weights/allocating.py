@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fullshard import _torch, ext
 from fullshard.core import Unit, clean_name, logical_parameters, own_modules
 from fullshard.policies import CPUOffloadPolicy
+from fullshard.weights.targets import ModelTensors
 from fullshard.wrap.known_values import ConstantsMode, KnownValues, ValuesMode, values_of_buffers
 
 
@@ -42,29 +43,50 @@ def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> di
     return found
 
 
-def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container[str]) -> set[str]:
-    """Copy values into the buffers in `names` for which `found` has a value, and return the names of these buffers."""
-    filled: set[str] = set()
-    with torch.no_grad():
-        for name, buffer in ((clean_name(name), buffer) for name, buffer in model.named_buffers()):
-            if name in names and name in found:
-                buffer.copy_(found[name])
-                filled.add(name)
+@torch.no_grad()
+def fill_buffers(model: nn.Module, found: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    """Copy values into the buffers in `names` for which `found` has a value, and return these buffers by name."""
+    buffers = {clean_name(name): buffer for name, buffer in model.named_buffers()}
+    filled = {name: buffer for name, buffer in buffers.items() if name in names and name in found}
+    for name, buffer in filled.items():
+        buffer.copy_(found[name])
     return filled
 
 
 class AllocatedTensors:
-    """The tensors that are on meta when this is made: those of each unit, and tensors outside all units."""
+    """The tensors that a load may write, as they are when this is made: those of each unit, and those outside all units."""
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
-        self._by_unit = [(unit, ext.unwritten.tensors_on_meta(unit)) for unit in units]
-        of_units = {id(module) for unit in units for module in own_modules(*unit.modules)}
-        self._others = ext.unwritten.UnwrittenTensors([], list(_unmanaged_on_meta(model, of_units)))
+        self._units = units
+        owners: list[tuple[Unit | None, nn.Module]] = [
+            (unit, module) for unit in units for module in own_modules(*unit.modules)
+        ]
+        of_units = {id(module) for _, module in owners}
+        owners += [(None, module) for module in model.modules() if id(module) not in of_units]
+        slots: dict[Unit | None, list[tuple[weakref.ref[nn.Module], str]]] = {None: [], **{unit: [] for unit in units}}
+        plain: list[Tensor] = []
+        for module in model.modules():
+            for name, parameter in _torch.parameters_of(module).items():
+                if parameter is not None and not logical_parameters([parameter]):
+                    slots[None].append((weakref.ref(module), name))
+                    plain.append(parameter)
+        for unit, module in owners:
+            for name, buffer in _torch.buffers_of(module).items():
+                if buffer is not None and (_torch.persists(module, name) or buffer.device.type == "meta"):
+                    slots[unit].append((weakref.ref(module), name))
+                    plain.append(buffer)
+        self._all = [
+            (unit, ext.unwritten.UnwrittenTensors([] if unit is None else list(unit.parameters), found))
+            for unit, found in slots.items()
+        ]
+        in_memory = {id(p) for unit in units for p in unit.parameters if p.local.device.type != "meta"}
+        in_memory |= {id(one) for one in plain if one.device.type != "meta"}
+        self._on_meta = [(unit, tensors.without(in_memory)) for unit, tensors in self._all]
 
     def allocate(self, model: nn.Module) -> None:
-        """Allocate memory for them: shards on the device of their unit, other tensors on the device of the mesh."""
-        device = self._by_unit[0][0].axis.device if self._by_unit else torch.device("cpu")
-        for unit, _ in self._by_unit:
+        """Allocate memory for those on meta: shards on the device of their unit, other tensors on the device of the mesh."""
+        device = self._units[0].axis.device if self._units else torch.device("cpu")
+        for unit in self._units:
             offloaded = isinstance(unit.options.offload, CPUOffloadPolicy)
             unit.allocate(torch.device("cpu") if offloaded else unit.axis.device)
         # By id of the meta tensor, so that tied tensors stay tied. The value keeps the meta tensor alive: its id is not reused.
@@ -79,30 +101,14 @@ class AllocatedTensors:
                     registry[name] = memory_of[id(tensor)][1]
 
     def mark_remaining(self, written: Container[int]) -> None:
-        """Mark the tensors that were not written, so that a forward raises instead of using memory without values."""
-        for unit, fresh in self._by_unit:
-            left = fresh.without(written)
-            if left.names():
-                _mark_unit(unit, left, "load_weights() allocated")
-        _mark_unmanaged(self._others.without(written), "load_weights() allocated")
+        """Mark those on meta that were not written, so that a forward raises instead of using memory without values."""
+        for unit, tensors in self._on_meta:
+            _mark(unit, tensors.without(written), "load_weights() allocated")
 
-    def mark_all(self, model: nn.Module, intact: Container[int]) -> None:
-        """Mark what was on meta and all parameters and persistent buffers: a failed load wrote an unknown part of them."""
-        of_units: set[int] = set()
-        for unit, fresh in self._by_unit:
-            modules = list(own_modules(*unit.modules))
-            of_units.update(map(id, modules))
-            buffers = list(dict.fromkeys([*_buffers(modules), *fresh.buffers]))
-            _mark_unit(unit, ext.unwritten.UnwrittenTensors(list(unit.parameters), buffers).without(intact), _PARTLY_WRITTEN)
-        plain = [
-            (weakref.ref(module), name)
-            for module in model.modules()
-            for name, one in _torch.parameters_of(module).items()
-            if one is not None and not logical_parameters([one])
-        ]
-        buffers = _buffers(module for module in model.modules() if id(module) not in of_units)
-        others = dict.fromkeys([*plain, *buffers, *self._others.buffers])
-        _mark_unmanaged(ext.unwritten.UnwrittenTensors([], list(others)).without(intact), _PARTLY_WRITTEN)
+    def mark_all(self, intact: Container[int]) -> None:
+        """Mark all but those in `intact`: a failed load wrote an unknown part of them."""
+        for unit, tensors in self._all:
+            _mark(unit, tensors.without(intact), "load_weights() failed and left half written:")
 
 
 def _allocate_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -119,22 +125,14 @@ _UNMANAGED: weakref.WeakKeyDictionary[nn.Module, ext.unwritten.UnwrittenTensors]
 """Marked tensors outside all units, by module. The forward of a unit does not check them."""
 
 
-def _mark_unit(unit: Unit, tensors: ext.unwritten.UnwrittenTensors, by: str) -> None:
-    ext.unwritten.mark_unwritten(unit, tensors, by)
-    ext.equal_values.compare_again(unit)
-
-
-def _mark_unmanaged(tensors: ext.unwritten.UnwrittenTensors, by: str) -> None:
-    with torch.no_grad():
-        tensors.mark(by)
-    for module in (ref() for ref, _ in tensors.buffers):
-        if module is not None:
-            _UNMANAGED[module] = tensors
-
-
-def has_marks(model: nn.Module, units: Iterable[Unit]) -> bool:
-    """Return True if tensors of a model are marked as having no values and no forward has checked them since."""
-    return bool(_marked(model, units))
+def _mark(unit: Unit | None, tensors: ext.unwritten.UnwrittenTensors, by: str) -> None:
+    if unit is None:
+        with torch.no_grad():
+            tensors.mark(by)
+        _UNMANAGED.update((module, tensors) for module in (ref() for ref, _ in tensors.buffers) if module is not None)
+    elif tensors.names():
+        ext.unwritten.mark_unwritten(unit, tensors, by)
+        ext.equal_values.compare_again(unit)
 
 
 def _marked(model: nn.Module, units: Iterable[Unit]) -> list[ext.unwritten.UnwrittenTensors]:
@@ -147,36 +145,19 @@ def unwritten_ids(model: nn.Module, units: Iterable[Unit]) -> set[int]:
     return set().union(*(one.remaining_ids() for one in _marked(model, units)))
 
 
-def check_values(model: nn.Module, units: Iterable[Unit], doing: str) -> None:
-    """Raise ValueError if parameters or persistent buffers of this rank have no values, naming up to four of them."""
-    for one in _marked(model, units):
-        left = one.remaining()
-        if left:
-            raise ValueError(
-                f"{doing} found no values: {one.cause} {', '.join(left[:4])}{', ...' if len(left) > 4 else ''}, and nothing "
-                f"has written {'it' if len(left) == 1 else 'them'} since. Load or initialize the model first."
-            )
+def check_values(model: nn.Module, tensors: ModelTensors, doing: str) -> None:
+    """Raise ValueError on all ranks if parameters or persistent buffers of one have no values, naming up to four of them."""
+    marked = _marked(model, tensors.units)
 
+    def check() -> None:
+        for one in marked:
+            left = one.remaining()
+            if left:
+                names = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+                raise ValueError(
+                    f"{doing} found no values: {one.cause} {names}, and nothing has written "
+                    f"{'it' if len(left) == 1 else 'them'} since. Load or initialize the model first."
+                )
 
-_PARTLY_WRITTEN = "load_weights() failed and left half written:"
-
-
-def _buffers(modules: Iterable[nn.Module]) -> list[tuple[weakref.ref[nn.Module], str]]:
-    """Return (module, name) of the persistent buffers."""
-    return [
-        (weakref.ref(module), name)
-        for module in modules
-        for name, _ in module.named_buffers(recurse=False)
-        if _torch.persists(module, name)
-    ]
-
-
-def _unmanaged_on_meta(model: nn.Module, of_units: Container[int]) -> Iterator[tuple[weakref.ref[nn.Module], str]]:
-    """Yield (module, name) of the meta tensors outside all units: ignored parameters, and tensors of modules without a unit."""
-    for module in model.modules():
-        for name, parameter in _torch.parameters_of(module).items():
-            if parameter is not None and parameter.device.type == "meta" and not logical_parameters([parameter]):
-                yield weakref.ref(module), name
-        for name, buffer in _torch.buffers_of(module).items():
-            if buffer is not None and buffer.device.type == "meta" and id(module) not in of_units:
-                yield weakref.ref(module), name
+    if marked:  # on all ranks alike
+        tensors.agreement(doing).run(check)

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,9 +32,9 @@ class StoreRankGroup(Ranks):
         self._index, self._ranks = index, ranks
         # A reference that keeps the store of the process group alive: on one rank, this object is the server for all ranks.
         self._default_store = _torch.default_store() if ranks > 1 else None
-        self._store: Any = (
-            None if self._default_store is None else _torch.own_store(self._default_store, f"fullshard/save/{name}")
-        )
+        self._store: Any = None
+        if self._default_store is not None:
+            self._store = _torch.own_store(self._default_store, f"fullshard/save/{name}")
         self._pause = max(0.5, ranks / 500)  # seconds between two requests of a rank; grows with the load of the store
         self._calls = 0  # calls of `run`: all ranks make the same calls in the same order
         self._stopped = threading.Event()
@@ -41,11 +42,9 @@ class StoreRankGroup(Ranks):
             threading.Thread(target=self._send_heartbeats, name="fullshard-save-beat", daemon=True).start()
 
     def _send_heartbeats(self) -> None:
-        while not self._stopped.wait(max(_BEAT, 2 * self._pause)):
-            try:
+        with suppress(Exception):  # the store is lost: `run` fails as well and raises the error
+            while not self._stopped.wait(max(_BEAT, 2 * self._pause)):
                 self._store.add(f"beat/{self._index}", 1)
-            except Exception:  # the store is lost: `run` fails as well and raises the error
-                return
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
         """Return a RuntimeError with the text of a rank that failed, or about a lost rank; None if no rank failed."""
@@ -108,7 +107,12 @@ class StoreRankGroup(Ranks):
                     time.sleep(0.05)
                     closed = self._store.add("closed", 0)
                 if self._index == 0 and closed == self._ranks:
-                    self._delete_keys()
+                    calls, ranks = range(self._calls), range(self._ranks)
+                    keys = [
+                        f"{call}/{what}" for call in calls for what in ("here", "failed", *(f"here/{rank}" for rank in ranks))
+                    ]
+                    for key in [*keys, *(f"beat/{rank}" for rank in ranks), "gone", "closed"]:
+                        self._store.delete_key(key)
         except Exception as failure:
             warnings.warn(f"The store of the process group does not respond at the end of a save: {failure}", stacklevel=2)
         finally:
@@ -118,14 +122,6 @@ class StoreRankGroup(Ranks):
         """Stop the heartbeat and release the store, if the save failed before its threads started."""
         self._stopped.set()
         self._default_store = None
-
-    def _delete_keys(self) -> None:
-        calls = range(self._calls)
-        ranks = range(self._ranks)
-        keys = [f"{call}/here/{rank}" for call in calls for rank in ranks]
-        keys += [f"{call}/{what}" for call in calls for what in ("here", "failed")]
-        for key in [*keys, *(f"beat/{rank}" for rank in ranks), "gone", "closed"]:
-            self._store.delete_key(key)
 
 
 class Saving(Generic[T]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,38 +98,50 @@ class ShardMap:
         largest = max((box.shape[0] for box, _ in shards), default=0)
         return [box.start[0] for box, _ in shards], shards, largest
 
-    def owners(self, wanted: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield (intersection of `wanted` with a shard, ranks that store it) for each shard that intersects, in row order."""
-        if not self.shape:  # 0-dim: no rows to bisect
-            yield from self.ranks_by_box.items()
-            return
-        rows, shards, largest = self._by_row
-        # A box that starts `largest` rows or more before `wanted` ends before it, so only boxes in this range can intersect.
-        for shard, ranks in shards[bisect_right(rows, wanted.start[0] - largest) : bisect_left(rows, wanted.stop[0])]:
+    def owners(self, wanted: Box, rank: int | None = None) -> Iterator[tuple[Box, tuple[int, ...]]]:
+        """Yield (intersection of `wanted` with a shard, ranks that store it) for each shard that intersects, in row order.
+
+        With `rank`, only the shard of that rank counts.
+        """
+        if rank is not None:
+            own = self.boxes[rank]
+            shards = [] if own is None else [(own, self.ranks_by_box[own])]
+        elif not self.shape:  # 0-dim: no rows to bisect
+            shards = list(self.ranks_by_box.items())
+        else:
+            rows, shards, largest = self._by_row
+            # A box that starts `largest` rows or more before `wanted` ends before it, so only these boxes can intersect.
+            shards = shards[bisect_right(rows, wanted.start[0] - largest) : bisect_left(rows, wanted.stop[0])]
+        for shard, ranks in shards:
             box = shard.intersect(wanted)
             if box is not None:
                 yield box, ranks
 
-    @cached_property
-    def is_sharded_by_rows(self) -> bool:
-        """True if each rank stores complete rows that no other rank stores."""
-        complete = all(box.shape[1:] == self.shape[1:] for box in self.ranks_by_box)
-        return bool(self.shape) and complete and all(len(ranks) == 1 for ranks in self.ranks_by_box.values())
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorInfo:
+    """Description of a tensor."""
 
-@dataclass(frozen=True, slots=True)
-class ModelTensor:
-    """Description of a tensor of the model."""
-
-    name: str  # the first one, if the tensor is tied
+    name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the unsharded tensor
-    shard_map: ShardMap
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded tensor."""
-        return prod(self.shape) * self.dtype.itemsize
+        """Bytes of the elements."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensor(TensorInfo):
+    """A tensor of the model: its first name if it is tied, and the shape of the unsharded tensor."""
+
+    shard_map: ShardMap
 
 
 def merge_row_ranges(ranges: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
@@ -142,17 +153,11 @@ def merge_row_ranges(ranges: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iter
     >>> list(merge_row_ranges([(0, 4, (0,)), (0, 2, (1,)), (6, 7, (0, 2))]))
     [(0, 2, (0, 1)), (2, 4, (0,)), (6, 7, (0, 2))]
     """
-    begin: dict[int, list[tuple[int, ...]]] = {}
-    end: dict[int, list[tuple[int, ...]]] = {}
+    bounds = sorted({row for first, last, _ in ranges for row in (first, last)})
+    ranks_from: dict[int, set[int]] = {row: set() for row in bounds}  # by first row of a disjoint range
     for first, last, ranks in ranges:
-        begin.setdefault(first, []).append(ranks)
-        end.setdefault(last, []).append(ranks)
-    active: Counter[int] = Counter()  # by rank: number of its ranges that contain the row
-    for first, last in pairwise(sorted({*begin, *end})):
-        for ranks in end.get(first, ()):
-            active.subtract(ranks)
-        for ranks in begin.get(first, ()):
-            active.update(ranks)
-        active = +active  # drop ranks whose count is zero
-        if active:
-            yield first, last, tuple(sorted(active))
+        for row in bounds[bisect_left(bounds, first) : bisect_left(bounds, last)]:
+            ranks_from[row].update(ranks)
+    for first, last in pairwise(bounds):
+        if ranks_from[first]:
+            yield first, last, tuple(sorted(ranks_from[first]))

@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ from fullshard.weights.commit import left_over as unfinished
 from fullshard.weights.commit import left_over_text
 from fullshard.weights.converting import convert_weights, other_files
 from fullshard.weights.headers import (
-    INDEX,
     NAMES,
     BadFile,
     FileTensor,
     Header,
     OpenFiles,
+    conflicts,
     files_of,
     read_checkpoint,
     read_header,
-    read_index,
 )
+from fullshard.weights.key_map import natural_key
 from fullshard.weights.transfer import Reader, Transfer
 from fullshard.wrap.tables import aligned, bytes_text
 
@@ -43,27 +42,22 @@ def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bo
         name = tensor.name if all_tensors else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
         rows.setdefault((name, NAMES[tensor.dtype], tensor.shape), []).append(tensor)
     table = [("tensor", "dtype", "shape", "times", "bytes")]
-    for (name, dtype, shape), members in sorted(rows.items(), key=lambda row: _natural_key(row[1][0].name)):
+    for (name, dtype, shape), members in sorted(rows.items(), key=lambda row: natural_key(row[1][0].name)):
         total = sum(one.nbytes for one in members)
         table.append((name, dtype, str(list(shape)), str(len(members)), bytes_text(total)))
     files = [("file", "tensors", "bytes", "metadata")]
     for header in headers:
         metadata = ", ".join(f"{key}: {value}" for key, value in header.metadata.items())
-        files.append((Path(header.file).name, str(len(header.tensors)), bytes_text(header.file_nbytes), metadata[:60]))
+        files.append((Path(header.file).name, str(len(header.tensors)), bytes_text(header.identity.nbytes), metadata[:60]))
     tensors = [tensor for header in headers for tensor in header.tensors]
     dtypes = Counter[str]()
     for tensor in tensors:
-        dtypes[NAMES[tensor.dtype]] += prod(tensor.shape)
+        dtypes[NAMES[tensor.dtype]] += tensor.numel
     total = sum(tensor.nbytes for tensor in tensors)
     parts = ", ".join(f"{count:,} elements of {dtype}" for dtype, count in dtypes.most_common())
     lines = [*aligned(table, right={3, 4}), "", *aligned(files, right={1, 2}), ""]
     lines.append(f"{len(tensors):,} tensors, {bytes_text(total)}: {parts or 'nothing'}")
     return "\n".join([*lines, *leftovers(source)])
-
-
-def _natural_key(name: str) -> list[Any]:
-    """Return a sort key in which numbers in a name compare by value."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else part) for part in re.split(r"(\d+)", name)]
 
 
 def leftovers(source: Any) -> list[str]:
@@ -73,7 +67,8 @@ def leftovers(source: Any) -> list[str]:
     path = Path(os.path.abspath(source))
     found = []
     if path.is_dir():
-        used = {Path(file).name for file in files_of(source)[0]}
+        with OpenFiles() as files:
+            used = {Path(file).name for file in files_of(source, files)[0]}
         found += [
             f"left over: {one.name}, which no index lists" for one in sorted(path.glob("*.safetensors")) if one.name not in used
         ]
@@ -88,52 +83,30 @@ def problems(source: Any, *, values: bool = True) -> tuple[list[str], list[Heade
 
     `values`: also read all tensors and look for NaN and infinity.
     """
-    with OpenFiles() as files:
-        return _problems(source, files, values=values)
-
-
-def _problems(source: Any, files: OpenFiles, *, values: bool) -> tuple[list[str], list[Header]]:
-    try:
-        paths, index = files_of(source, files)
-    except BadFile as wrong:
-        return [str(wrong)], []
     found: list[str] = []
     headers: list[Header] = []
-    for path in paths:
+    with OpenFiles() as files:
         try:
-            headers.append(read_header(path, files))
+            paths, index = files_of(source, files)
         except BadFile as wrong:
-            found.append(str(wrong))
-    where: dict[str, str] = {}
-    for tensor in (tensor for header in headers for tensor in header.tensors):
-        if tensor.name in where:
-            found.append(f"Tensor '{tensor.name}' is in {where[tensor.name]} and in {tensor.file}.")
-        where[tensor.name] = tensor.file
-    if index is not None and len(headers) == len(paths):
-        found += _index_problems(source, files, index, where, headers)
-    if values:
-        for header in headers:
-            found += _value_problems(header, files)
+            return [str(wrong)], []
+        for path in paths:
+            try:
+                headers.append(read_header(path, files))
+            except BadFile as wrong:
+                found.append(str(wrong))
+        tensors = [tensor for header in headers for tensor in header.tensors]
+        is_complete = len(headers) == len(paths)
+        found += conflicts(headers, index if is_complete else None)
+        if index is not None and is_complete:
+            unlisted = (tensor for tensor in tensors if tensor.name not in index.file_of)
+            found += [f"{tensor.file} has '{tensor.name}', which the index does not list." for tensor in unlisted]
+            total = sum(tensor.nbytes for tensor in tensors)
+            if index.total_size not in (None, total):
+                found.append(f"The index lists a total of {index.total_size:,} bytes for all tensors, which have {total:,}.")
+        if values:
+            found += [text for header in headers for text in _value_problems(header, files)]
     return found, headers
-
-
-def _index_problems(
-    source: Any, files: OpenFiles, index: dict[str, str], where: dict[str, str], headers: Sequence[Header]
-) -> list[str]:
-    """Return the differences between the index and the headers."""
-    found = [
-        f"The index lists '{name}' in {file}, which does not have it."
-        for name, file in index.items()
-        if where.get(name) != file
-    ]
-    found += [f"{file} has '{name}', which the index does not list." for name, file in where.items() if name not in index]
-    path = Path(source)
-    index_file = read_index(path / INDEX if path.is_dir() else path, files)
-    total = sum(tensor.nbytes for header in headers for tensor in header.tensors)
-    stated = index_file.get("metadata", {}).get("total_size") if isinstance(index_file.get("metadata", {}), dict) else None
-    if stated is not None and stated != total:
-        found.append(f"The index lists a total of {stated:,} bytes for all tensors, which have {total:,}.")
-    return found
 
 
 def _value_problems(header: Header, files: OpenFiles) -> list[str]:
@@ -143,7 +116,7 @@ def _value_problems(header: Header, files: OpenFiles) -> list[str]:
     try:
         for tensor in header.tensors:
             counts = Counter[str]()
-            numel = prod(tensor.shape)
+            numel = tensor.numel
             step = _READ_NBYTES // tensor.dtype.itemsize
             for first in range(0, numel, step):
                 part = torch.empty(min(step, numel - first), dtype=tensor.dtype, device="cpu")
@@ -212,7 +185,7 @@ def run_weights(options: argparse.Namespace, load: Callable[[str], Any]) -> int:
     for line in [*wrong, *(leftovers(options.source) if headers else ())]:
         print(line)
     tensors = sum(len(header.tensors) for header in headers)
-    total = bytes_text(sum(header.file_nbytes for header in headers))
+    total = bytes_text(sum(header.identity.nbytes for header in headers))
     files = f"{len(headers)} file{'s' * (len(headers) != 1)}"
     print(f"{options.source}: {files}, {tensors:,} tensors, {total}: {'BAD' if wrong else 'whole'}")
     return 1 if wrong else 0

@@ -45,7 +45,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _OWNER, _OLD = "owner", ".old"
 _INSIDE = "inside-"  # prefix of the token of a save that moves files into the directory instead of exchanging it
 _MERGE_ATTEMPTS = 20  # passes over the old content, because other programs may still create files in it
-# `_leftover_in` in another process locks the owner file for a moment, so a failed attempt is repeated.
+# `left_over` in another process locks the owner file for a moment, so a failed attempt is repeated.
 _LOCK_ATTEMPTS = 10
 _LOCK_PAUSE = 0.01  # seconds between two attempts
 
@@ -77,7 +77,13 @@ class Replacement:
 
     def prepare(self, layout: CheckpointLayout) -> None:
         """Lock the staging folder and create the weights files, with their headers and with disk space for all data."""
-        _check_replaceable(self.directory)
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"{self.directory} is a file. Pass the path of a directory, existing or new.")
+        if self.directory == self.directory.parent:
+            raise ValueError(
+                f"{self.directory} is the root of the file system. Save to a directory in it, such as "
+                f"{self.directory / 'checkpoint'}."
+            )
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         self._owner = _lock_staging(self._staging, self.directory)
         before = _owner_of(self._staging)
@@ -97,7 +103,7 @@ class Replacement:
             finally:
                 os.close(descriptor)
         if layout.index is not None:
-            (self.path / index_of(layout.name)).write_text(layout.index, encoding="utf-8")
+            (self.path / index_of(self._single)).write_text(layout.index, encoding="utf-8")
 
     def _clear_leftovers(self, owner: Mapping[str, object]) -> None:
         """Remove the leftovers of an unfinished save.
@@ -124,12 +130,13 @@ class Replacement:
             _remove(entry)
 
     def _write_owner(self, facts: Mapping[str, object]) -> None:
-        """Write this process and `facts` to the owner file. The next save reads `facts` if this one is killed."""
+        """Write this process and `facts` to the owner file, on disk. The next save reads `facts` if this one is killed."""
         assert self._owner is not None
         text = json.dumps({**facts, "host": socket.gethostname(), "pid": os.getpid()}).encode()
         # Written in place: a rename would replace the file that carries the lock.
         os.pwrite(self._owner, text, 0)
         os.ftruncate(self._owner, len(text))
+        os.fsync(self._owner)
 
     def _reserve(self, descriptor: int, nbytes: int, total: int, free: int) -> None:
         try:
@@ -143,45 +150,46 @@ class Replacement:
                 f"({failure.strerror}).{earlier}"
             ) from failure
 
-    def add(self, extra: Extra | None) -> None:
-        """Write further files next to the weights."""
-        before = self.weights()
+    def add(self, extra: Extra | None, argument: str = "extra") -> None:
+        """Write further files next to the weights, and sync them to disk. `argument`: name of `extra`, for error texts."""
+        if extra is None:
+            return
+        before = self._weights()
         if callable(extra):
             extra(self.path)
-        if not (extra is None or callable(extra) or isinstance(extra, Mapping)):
+        elif isinstance(extra, Mapping):
+            for name, content in extra.items():
+                self._add_file(name, content, argument)
+        else:
             kind = type(extra).__name__
-            raise ValueError(f"extra must be a dict of names and contents, or a function of a path, got a {kind}.")
-        for name, content in ({} if extra is None or callable(extra) else extra).items():
-            if not isinstance(name, str) or Path(name).name != name or is_weights(name, self._single):
-                raise ValueError(
-                    f"extra cannot contain {name!r}: expected the plain name of a file that is not a weights file."
-                )
-            if isinstance(content, str | bytes):
-                (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-            elif isinstance(content, os.PathLike):
-                shutil.copyfile(content, self.path / name)
-            else:
-                kind = type(content).__name__
-                raise ValueError(f"extra[{name!r}] must be text, bytes or the pathlib.Path of a file, got a {kind}.")
-        self.check_weights(before, "extra")
+            raise ValueError(f"{argument} must be a dict of names and contents, or a function of a path, got a {kind}.")
+        wrong = [name for name, inode in self._weights().items() if before.get(name) != inode]
+        if wrong:
+            raise ValueError(
+                f"{argument} wrote {wrong[0]!r}, a name that is reserved for the model's weights. Choose another name."
+            )
+        for entry in self.path.rglob("*"):
+            if entry.is_file() and not is_weights(entry.name, self._single):
+                sync(entry)
 
-    def weights(self) -> dict[str, int]:
+    def _add_file(self, name: object, content: object, argument: str) -> None:
+        if not isinstance(name, str) or Path(name).name != name or is_weights(name, self._single):
+            raise ValueError(
+                f"{argument} cannot contain {name!r}: expected the plain name of a file that is not a weights file."
+            )
+        if isinstance(content, str | bytes):
+            (self.path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        elif isinstance(content, os.PathLike):
+            shutil.copyfile(content, self.path / name)
+        else:
+            kind = type(content).__name__
+            raise ValueError(f"{argument}[{name!r}] must be text, bytes or the pathlib.Path of a file, got a {kind}.")
+
+    def _weights(self) -> dict[str, int]:
         """Return the inode of each weights file, by name."""
         # `_inode` is None for a file that another rank is replacing at this moment.
         found = {entry.name: _inode(entry) for entry in self.path.iterdir() if is_weights(entry.name, self._single)}
         return {name: inode for name, inode in found.items() if inode is not None}
-
-    def check_weights(self, before: Mapping[str, int], who: str) -> None:
-        """Raise ValueError if weights files were added or replaced since `before`."""
-        wrong = [name for name, inode in self.weights().items() if before.get(name) != inode]
-        if wrong:
-            raise ValueError(f"{who} wrote {wrong[0]!r}, a name that is reserved for the model's weights. Choose another name.")
-
-    def sync_others(self) -> None:
-        """Sync all files except the weights to disk, as far as this process sees them."""
-        for entry in self.path.rglob("*"):
-            if entry.is_file() and not is_weights(entry.name, self._single):
-                sync(entry)
 
     # --- commit ---
 
@@ -190,22 +198,23 @@ class Replacement:
 
         Files that other programs create in the old directory during the commit are kept, too: they move after the exchange.
         """
-        assert self._owner is not None
         if _owner_of(self._staging).get("token") != self.path.name:
             raise RuntimeError(
                 f"{self._staging} was removed or belongs to another save, so {self.directory} is unchanged. "
                 "Save from one job at a time."
             )
         ours = sorted(entry.name for entry in self.path.iterdir())
-        facts = {"token": self.path.name, "inode": self._inode, "ours": ours, "finished": self._finished}
         try:
             # On disk before the exchange: after a crash, the next save tells this save's files from others by these names.
-            self._write_owner(facts)
-            os.fsync(self._owner)
+            self._write_owner({"token": self.path.name, "inode": self._inode, "ours": ours, "finished": self._finished})
             self._link_other_files()
             # Files of the old directory are left to the programs that wrote them: here they are links to the same data.
             self._sync_all(entry for entry in self.path.rglob("*") if self._is_new(entry, ours))
-            old = self._move_in() if self._keeps_directory else self._replace()
+            old = None
+            if self._keeps_directory:
+                self._move_in()
+            else:
+                old = self._replace()
         except OSError as failure:
             self._keep_finished(failure, ours)
             raise
@@ -230,11 +239,9 @@ class Replacement:
 
     def _keep_finished(self, failure: OSError, ours: Sequence[str]) -> None:
         """Keep the new content in the staging folder if it can be synced to disk, and remove content kept by earlier saves."""
-        assert self._owner is not None
         try:
             self._sync_all(entry for name in ours for entry in (self.path / name, *(self.path / name).rglob("*")))
             self._write_owner({"finished": [self.path.name]})
-            os.fsync(self._owner)
         except OSError:  # the content may be incomplete on disk, so `discard` removes it
             return
         self._inode = None  # so that `discard` keeps the content
@@ -278,13 +285,13 @@ class Replacement:
             target = self.path / entry.name
             if is_weights(entry.name, self._single) or os.path.lexists(target):
                 continue
-            if self._keeps_directory:
-                self.others += (entry.name,) if may_be_weights(entry.name) else ()
-            elif entry.is_dir() and not entry.is_symlink():
+            is_folder = entry.is_dir() and not entry.is_symlink()
+            if may_be_weights(entry.name) and not is_folder:
+                self.others += (entry.name,)
+            if is_folder and not self._keeps_directory:
                 shutil.copytree(entry, target, symlinks=True, copy_function=_link)
-            else:
+            elif not self._keeps_directory:
                 _link(entry, target)
-                self.others += (entry.name,) if may_be_weights(entry.name) else ()
         if self._keeps_directory:
             return
         status = os.stat(self.directory)
@@ -292,7 +299,7 @@ class Replacement:
             os.chown(self.path, status.st_uid, status.st_gid)
         os.chmod(self.path, stat.S_IMODE(status.st_mode))
 
-    def _move_in(self) -> Path | None:
+    def _move_in(self) -> None:
         """Move the files of the new content into the directory one by one."""
         warnings.warn(
             f"{self.directory} {why_not_replaceable(self.directory) or 'is not exchanged'}, so files are moved into it one by "
@@ -307,7 +314,6 @@ class Replacement:
             _remove(backup)
         self._inode = None
         _remove(self.path)
-        return None
 
     def _replace(self) -> Path | None:
         """Move the new content into place. Return the new path of the old content, or None if there was none."""
@@ -350,7 +356,7 @@ class Replacement:
         if self._owner is None:
             return
         with suppress(OSError):  # another save may be locking the folder at this moment
-            is_ours = _is_same_file(os.stat(self._staging / _OWNER), os.fstat(self._owner))
+            is_ours = os.path.samestat(os.stat(self._staging / _OWNER), os.fstat(self._owner))
             if is_ours and os.listdir(self._staging) == [_OWNER]:
                 os.unlink(self._staging / _OWNER)
                 os.rmdir(self._staging)
@@ -371,16 +377,6 @@ def resolved(directory: str | os.PathLike[str]) -> Path:
     if not os.fspath(directory):
         raise ValueError("directory must be the path of a directory, got ''.")
     return Path(os.path.realpath(directory))
-
-
-def _check_replaceable(directory: Path) -> None:
-    """Raise ValueError if `directory` is a file or the root of the file system."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file. Pass the path of a directory, existing or new.")
-    if directory == directory.parent:
-        raise ValueError(
-            f"{directory} is the root of the file system. Save to a directory in it, such as {directory / 'checkpoint'}."
-        )
 
 
 def new_token(directory: str | os.PathLike[str]) -> str:
@@ -407,7 +403,7 @@ def _lock_staging(staging: Path, directory: Path) -> int:
             continue
         try:
             # The path may name a newer file by now. A lock on a removed file protects nothing.
-            if _lock(owner, staging, directory) and _is_same_file(os.stat(staging / _OWNER), os.fstat(owner)):
+            if _lock(owner, staging, directory) and os.path.samestat(os.stat(staging / _OWNER), os.fstat(owner)):
                 return owner
         except FileNotFoundError:
             pass
@@ -449,17 +445,15 @@ def _lock(owner: int, staging: Path, directory: Path) -> bool:
 
 def _has_ended(owner: Mapping[str, object]) -> bool:
     """Return True if the process in the owner file ran on this host and has ended."""
-    return owner.get("host") == socket.gethostname() and not _is_running(owner.get("pid"))
-
-
-def _is_running(pid: object) -> bool:
-    try:
-        os.kill(int(str(pid)), 0)
-    except (ProcessLookupError, ValueError):
+    if owner.get("host") != socket.gethostname():
         return False
+    try:
+        os.kill(int(str(owner.get("pid"))), 0)
+    except (ProcessLookupError, ValueError):
+        return True
     except PermissionError:  # the process exists and belongs to another user
         pass
-    return True
+    return False
 
 
 def _owner_of(staging: Path) -> dict[str, object]:
@@ -485,31 +479,23 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _is_same_file(one: os.stat_result, other: os.stat_result) -> bool:
-    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
-
-
 def left_over(directory: str | os.PathLike[str]) -> Path | None:
     """Return the staging folder of an unfinished save to this directory, or None if there is none or the save is running."""
     path = Path(os.path.realpath(directory))
-    return _leftover_in(staging_path(path)) or _leftover_in(staging_path(path, inside=True))
-
-
-def _leftover_in(staging: Path) -> Path | None:
-    try:
-        owner = os.open(staging / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        finally:
-            os.close(owner)
-    except BlockingIOError:
-        return None
-    except OSError:  # no owner, or a file system without locks
-        pass
-    with suppress(OSError):
-        if any(not entry.name.startswith(_OWNER) for entry in staging.iterdir()):
-            return staging
-    return None  # an empty folder: a save is starting or ending at this moment
+    for staging in (staging_path(path), staging_path(path, inside=True)):
+        with suppress(OSError):  # no folder or no owner, or a file system without locks
+            owner = os.open(staging / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(owner, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(owner)
+        with suppress(OSError):
+            # An empty folder: a save is starting or ending at this moment.
+            if any(not entry.name.startswith(_OWNER) for entry in staging.iterdir()):
+                return staging
+    return None
 
 
 def warn_of_leftover(source: object) -> None:
@@ -565,7 +551,7 @@ def _merge(entry: Path, place: Path) -> None:
         mine = os.lstat(entry)
         if not os.path.lexists(place):
             os.rename(entry, place)
-        elif not _is_same_file(mine, os.lstat(place)) and mine.st_mtime_ns > os.lstat(place).st_mtime_ns:
+        elif not os.path.samestat(mine, os.lstat(place)) and mine.st_mtime_ns > os.lstat(place).st_mtime_ns:
             os.replace(entry, place)
         else:
             os.unlink(entry)

@@ -1,10 +1,10 @@
-"""`convert_weights()`: make a checkpoint from another one in one process; and the functions of `Convert` rules."""
+"""`convert_weights()`: make a checkpoint from another one, in one process and without a model."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,54 +13,15 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import check_float_dtype, check_int
-from fullshard.weights.boxes import Box
+from fullshard.weights.boxes import Box, ModelTensor, ShardMap
 from fullshard.weights.commit import Extra, Replacement, new_token
+from fullshard.weights.exchange import batches
 from fullshard.weights.headers import FileTensor, OpenFiles, read_checkpoint
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, SourcePiece, map_keys
-from fullshard.weights.layout import lay_out_mapped
-from fullshard.weights.rounds import batches
+from fullshard.weights.key_map import KeyMap, MappedTensor, map_keys
+from fullshard.weights.layout import lay_out
+from fullshard.weights.moving import RowReader, alone
+from fullshard.weights.plan import plan_load
 from fullshard.weights.transfer import Reader, Transfer, Writer
-
-
-class Calculator:
-    """Runs the functions of `Convert` rules on one rank."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._last: tuple[ComputedTensor, Tensor] | None = None
-        self.bytes_used = 0  # bytes of file data that the functions have used so far
-
-    def value(self, source: ComputedTensor) -> Tensor:
-        """Return the result of a function. It is cached until another tensor is computed."""
-        if self._last is None or self._last[0] is not source:
-            self._last = None  # free the last result before the next inputs are read
-            inputs = [self._read_whole(mapped) for mapped in source.inputs]
-            try:
-                value = source.function(*inputs)
-            except Exception as failure:
-                raise ValueError(f"Convert: the function for '{source.name}' fails: {failure}") from failure
-            if tuple(value.shape) != source.shape or value.dtype != source.dtype:
-                raise ValueError(
-                    f"Convert: expected the function for '{source.name}' to return {source.shape} of {source.dtype}, as on "
-                    f"meta, got {tuple(value.shape)} of {value.dtype}."
-                )
-            self._last = source, value
-        return self._last[1]
-
-    def _read_whole(self, mapped: MappedTensor) -> Tensor:
-        """Read a whole tensor from the files."""
-        found = torch.empty(mapped.shape, dtype=mapped.dtype, device="cpu")
-        for piece in mapped.pieces:
-            box = piece.source_box(piece.at)
-            if isinstance(piece.source, ComputedTensor):
-                value = self.value(piece.source)
-            else:
-                assert isinstance(piece.source, FileTensor)
-                value = torch.empty(piece.source.shape, dtype=piece.source.dtype, device="cpu")
-                self._reader.run([Transfer(piece.source.file, piece.source.offset, value)])
-                self.bytes_used += box.numel * value.itemsize
-            found[piece.at.slices()] = piece.view_as_mapped(value[box.slices()])
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +93,9 @@ def convert_weights(
     try:
         headers = read_checkpoint(source, files)
         state = {tensor.name: MappedTensor.of(tensor) for header in headers for tensor in header.tensors}
-        layout, outputs = lay_out_mapped(map_keys(key_map, state), dtype, max_shard_bytes=max_shard_bytes)
+        layout, outputs = lay_out(map_keys(key_map, state), dtype, max_shard_bytes=max_shard_bytes)
         replacement.prepare(layout)
-        with torch.no_grad():
-            _Converter(reader, writer, max(1, buffer_bytes // 4)).run(outputs)
+        _convert(outputs, reader, writer, buffer_bytes)
         replacement.add(extra)
         writer.sync()  # before the exchange: after a crash, the directory must not have files without data
         replacement.commit()
@@ -152,97 +112,25 @@ def convert_weights(
     return Converted(reader.done, writer.done, time.perf_counter() - began, names)
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputRows:
-    """A range of rows of an output tensor."""
-
-    output: FileTensor
-    mapped: MappedTensor
-    rows: Box  # whole rows
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.numel * self.output.dtype.itemsize
-
-    def pieces(self) -> Iterator[tuple[SourcePiece, Box]]:
-        """Yield (piece, box of the output that the piece fills) for the pieces that overlap these rows."""
-        for piece in self.mapped.pieces:
-            at = piece.at.intersect(self.rows)
-            if at is not None:
-                yield piece, at
-
-
-class _Converter:
-    """Reads, casts and writes tensors, at most `limit` bytes at a time; a single larger row is processed on its own."""
-
-    def __init__(self, reader: Reader, writer: Writer, limit: int) -> None:
-        self._reader, self._writer, self._limit = reader, writer, limit
-        self._calculator = Calculator(reader)
-
-    def run(self, outputs: Sequence[tuple[FileTensor, MappedTensor]]) -> None:
-        """Write all outputs."""
-        parts = (
-            _OutputRows(output, mapped, rows)
-            for output, mapped in outputs
-            for rows in Box.whole(output.shape).split_rows(output.nbytes, self._limit)
-        )
-        for batch in batches(parts, self._limit, lambda part: part.nbytes):
-            self._writer.run(self._assembled(batch))
-
-    def _assembled(self, batch: Sequence[_OutputRows]) -> list[Transfer]:
-        """Read and cast the data of a batch, and return the writes."""
-        values = [torch.empty(part.rows.shape, dtype=part.output.dtype, device="cpu") for part in batch]
-        direct: list[Transfer] = []
-        others: list[tuple[SourcePiece, Box, Tensor]] = []
-        for part, value in zip(batch, values):
-            for piece, at in part.pieces():
-                into = value[at.relative_to(part.rows).slices()]
-                read = _direct_read(piece, at, into)
-                if read is None:
-                    others.append((piece, at, into))
-                else:
-                    direct.append(read)
-        self._reader.run(direct)
-        for piece, at, into in others:
-            self._fill(piece, at, into)
-        return [Transfer(part.output.file, part.output.offset_of(part.rows.start), value) for part, value in zip(batch, values)]
-
-    def _fill(self, piece: SourcePiece, at: Box, into: Tensor) -> None:
-        """Fill `into`, the box `at` of an output, from its source, reading a bounded number of source rows at a time."""
-        box = piece.source_box(at)
-        if isinstance(piece.source, ComputedTensor):
-            into.copy_(piece.view_as_mapped(self._calculator.value(piece.source)[box.slices()]))
-            return
-        assert isinstance(piece.source, FileTensor)
-        source = piece.source
-        if not source.shape:
-            into.copy_(piece.view_as_mapped(self._read(source, Box.whole(()))))
-            return
-        row = source.nbytes // source.shape[0]
-        step = max(1, self._limit // row)
-        for first in range(box.start[0], box.stop[0], step):
-            band = box.rows(first, min(box.stop[0], first + step))
-            rows = self._read(source, Box.whole(source.shape).rows(first, band.stop[0]))
-            # The part of `at` that these rows fill; None if the rule drops or moves all of them elsewhere.
-            place = piece.mapped_box(band)
-            target = None if place is None else place.intersect(at)
-            if target is not None:
-                value = rows[piece.source_box(target).moved([-first] + [0] * (len(source.shape) - 1)).slices()]
-                into[target.relative_to(at).slices()] = piece.view_as_mapped(value).to(into.dtype)
-
-    def _read(self, source: FileTensor, rows: Box) -> Tensor:
-        values = torch.empty(rows.shape, dtype=source.dtype, device="cpu")
-        self._reader.run([Transfer(source.file, source.offset_of(rows.start), values)])
-        return values
-
-
-def _direct_read(piece: SourcePiece, at: Box, into: Tensor) -> Transfer | None:
-    """Return a read straight into the output if its bytes are contiguous in the file and need no cast; otherwise None."""
-    source = piece.source
-    if not isinstance(source, FileTensor) or source.dtype != into.dtype or not piece.keeps_order or not into.is_contiguous():
-        return None
-    box = piece.source_box(at)
-    return Transfer(source.file, source.offset_of(box.start), into) if box.shape[1:] == source.shape[1:] else None
+def _convert(outputs: Sequence[tuple[FileTensor, MappedTensor]], reader: Reader, writer: Writer, nbytes: int) -> None:
+    """Write all outputs, with `nbytes` of memory: half for rows of the outputs, half to read them. A row may exceed it."""
+    half, limit = nbytes // 2, max(1, nbytes // 8)
+    parts = (
+        (output, mapped, rows) for output, mapped in outputs for rows in Box.whole(output.shape).split_rows(output.nbytes, half)
+    )
+    values: dict[str, Tensor] = {}  # rows of a batch, which is loaded like the shards of a model on one rank
+    reading = RowReader(alone(), values, reader, limit)
+    for batch in batches(parts, half, lambda part: part[2].numel * part[0].dtype.itemsize):
+        values.clear()
+        targets: list[tuple[ModelTensor, MappedTensor]] = []
+        writes: list[Transfer] = []
+        for output, mapped, rows in batch:
+            name = f"{output.name} from {rows.start}"
+            values[name] = torch.empty(rows.shape, dtype=output.dtype, device="cpu")
+            targets.append((ModelTensor(name, output.dtype, output.shape, ShardMap(output.shape, (rows,))), mapped))
+            writes.append(Transfer(output.file, output.offset_of(rows.start), values[name]))
+        reading.run(plan_load(targets, rank=0, ranks=1, limit=limit))
+        writer.run(writes)
 
 
 def other_files(source: str | os.PathLike[str]) -> dict[str, Path]:

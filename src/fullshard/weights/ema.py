@@ -11,39 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamGroup, Unit, clean_name, units_of, values_of
+from fullshard.core import ShardedParameter, clean_name, units_of, values_of
 from fullshard.errors import StateError, check_float_dtype, check_int
-from fullshard.weights.allocating import check_values, has_marks
+from fullshard.weights.allocating import check_values
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
-
-
-class _FlatAverages:
-    """Averages of one parameter group: a buffer with the layout of the group's flat shard."""
-
-    def __init__(self, group: ParamGroup, dtype: torch.dtype, device: torch.device | None) -> None:
-        self.group = group
-        self.buffer = self.weights.detach().to(dtype=dtype, device=device, copy=True)  # the averages, (shard_numel,)
-
-    @property
-    def weights(self) -> Tensor:
-        """The weights, (shard_numel,): the flat shard, or the tensor inside of a subclass."""
-        if self.group.flat:
-            return self.group.shard
-        values = values_of(self.group.parameters[0].local)
-        assert values is not None  # `EMA._groups` has checked that
-        return values.view(-1)
-
-    def views(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield (parameter, this rank's shard of its average) as views of the buffer."""
-        for parameter, place in zip(self.group.parameters, self.group.shard_layout.offsets):
-            local = parameter.local
-            yield parameter, self.buffer[place.offset :][: local.numel()].view(local.shape)
 
 
 class EMA:
     """Averages of a model's floating-point parameters: each update sets average = decay * average + (1 - decay) * weight.
 
-    Each rank averages its own shards with one operation for all flat shards, without communication. Buffers are not averaged.
+    Each rank averages its own shards with one operation for all of them, without communication. Buffers are not averaged.
 
     Args:
         model: sharded or not; its parameters must have values.
@@ -86,19 +63,17 @@ class EMA:
         self.decay, self.every, self.warmup = float(decay), every, warmup
         self.calls = self.updates = 0
         self._model, self._dtype = model, dtype
-        self._device = None if device is None else torch.device(device)
+        device = None if device is None else torch.device(device)
         tensors = self._tensors("EMA()")
         tensors.check_not_on_meta()
-        if has_marks(model, tensors.units):
-            tensors.agreement("EMA()").run(lambda: check_values(model, tensors.units, "EMA()"))
+        check_values(model, tensors, "EMA()")
         self._units = tensors.units
-        self._averages = [_FlatAverages(group, self._dtype, self._device) for group in self._groups()]
+        # This rank's shards of averages, with the dtype and device of the averages.
+        self._averages = {p: _memory(p.local).to(dtype=dtype, device=device, copy=True) for p in self._averaged()}
         slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}
-        plain = [
-            entry for entry in tensors.entries if isinstance(entry.plain, nn.Parameter) and entry.local.is_floating_point()
-        ]
-        self._plain = {entry.names[0]: entry.local.to(dtype=dtype, device=self._device, copy=True) for entry in plain}
-        self._slots = [(entry.names[0], *slots[id(entry.plain)]) for entry in plain]
+        plain = [one for one in tensors.entries if isinstance(one.plain, nn.Parameter) and one.local.is_floating_point()]
+        self._plain = {one.names[0]: one.local.to(dtype=dtype, device=device, copy=True) for one in plain}
+        self._slots = [(one.names[0], *slots[id(one.plain)]) for one in plain]
         self._names = [clean_name(name) for name, _ in model.named_parameters()]
         self._swapped = 0  # number of swapped() blocks that are open
 
@@ -108,18 +83,17 @@ class EMA:
             "load_state_dict(ema.state_dict())."
         )
 
-    def _groups(self) -> list[ParamGroup]:
-        """Return the parameter groups that are averaged: groups of floating-point parameters.
+    def _averaged(self) -> list[ShardedParameter]:
+        """Return the sharded parameters that are averaged: the floating-point ones.
 
         Left out are frozen tensor subclasses of several tensors, such as quantized weights beside adapters. Raises StateError
         for trainable ones.
         """
-        found: list[ParamGroup] = []
-        for group in (group for unit in self._units for group in unit.groups):
-            parameter = group.parameters[0]
-            if parameter.local.is_floating_point() and (group.flat or values_of(parameter.local) is not None):
-                found.append(group)
-            elif not group.flat and group.trainable:
+        found: list[ShardedParameter] = []
+        for parameter in (parameter for unit in self._units for parameter in unit.parameters):
+            if values_of(parameter.local) is not None:
+                found += [parameter] if parameter.local.is_floating_point() else []
+            elif parameter.requires_grad:
                 raise StateError(
                     f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: its values are "
                     f"computed by a {type(parameter.local).__name__}. Freeze it with requires_grad_(False), which leaves it "
@@ -127,17 +101,8 @@ class EMA:
                 )
         return found
 
-    def _update_layout(self, doing: str) -> None:
-        """Reshard the model if needed, and bring the averages into the current layout of its groups."""
-        self._check_same_parameters(doing)
-        for unit in self._units:
-            unit.check_idle(doing=doing)
-        groups = self._groups()
-        if len(groups) != len(self._averages) or any(flat.group is not group for flat, group in zip(self._averages, groups)):
-            self._rebuild(groups)
-
-    def _check_same_parameters(self, doing: str) -> None:
-        """Raise StateError naming a parameter if parameters were added or removed, or if the model was unsharded by undo()."""
+    def _check(self, doing: str) -> None:
+        """Raise StateError inside a forward or backward, or if the model was sharded, unsharded or changed since `EMA()`."""
         if sum(1 for _ in self._model.parameters()) != len(self._names):
             names = [clean_name(name) for name, _ in self._model.named_parameters()]
             added = next((name for name in names if name not in set(self._names)), None)
@@ -148,30 +113,19 @@ class EMA:
             raise StateError(
                 f"{doing}: the model was sharded when EMA() was created, and undo() was called since. Create a new EMA."
             )
+        for unit in self._units:
+            unit.check_idle(doing=doing)
+        found = set(self._averaged())
+        moved = next((parameter.name for parameter in self._averages if parameter not in found), None)
+        if moved is not None:
+            raise StateError(f"'{moved}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
+        for name, module, key in self._slots:
+            if isinstance(getattr(module, key), DTensor):
+                raise StateError(f"'{name}' was sharded after EMA() was created. Create EMA after fully_shard().")
 
     def _tensors(self, doing: str) -> ModelTensors:
         """Reshard the model if needed, and return its tensors."""
-
-        def prepare(unit: Unit) -> None:
-            unit.ensure_sharded(doing=doing)
-            unit.refresh()
-
-        return tensors_of(self._model, prepare=prepare)
-
-    def _rebuild(self, groups: list[ParamGroup]) -> None:
-        """Move the averages into new buffers with the layout of `groups`, which replace the previous groups."""
-        old_views = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
-        new_ids = {id(parameter) for group in groups for parameter in group.parameters}
-        moved = [
-            parameter.name for flat in self._averages for parameter in flat.group.parameters if id(parameter) not in new_ids
-        ]
-        if moved:
-            raise StateError(f"'{moved[0]}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
-        self._averages = [_FlatAverages(group, self._dtype, self._device) for group in groups]
-        for flat in self._averages:
-            for parameter, view in flat.views():
-                if id(parameter) in old_views:
-                    view.copy_(old_views[id(parameter)])
+        return tensors_of(self._model, prepare=lambda unit: unit.ensure_sharded(doing=doing))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -190,23 +144,17 @@ class EMA:
         decay = self.decay
         if self.warmup is not None:
             decay = min(decay, (1 + self.updates) / (self.warmup + self.updates))
-        self._update_layout("EMA.update()")
-        plain = [self._plain_weight(name, module, key) for name, module, key in self._slots]
+        self._check("EMA.update()")
+        weights = [_memory(parameter.local) for parameter in self._averages]
+        weights += [getattr(module, key).detach() for _, module, key in self._slots]
         self.calls += 1  # after the checks, which may raise
         self.updates += 1
-        averages = [*(flat.buffer for flat in self._averages), *self._plain.values()]
-        weights = [*(flat.weights for flat in self._averages), *plain]
+        averages = [*self._averages.values(), *self._plain.values()]
         weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - decay)
             # On a GPU it does not, and iter_full() would not notice that it runs across an update.
             torch.autograd.graph.increment_version([one for one in averages if not one.is_inference()])
-
-    def _plain_weight(self, name: str, module: nn.Module, key: str) -> Tensor:
-        parameter = getattr(module, key)
-        if isinstance(parameter, DTensor):
-            raise StateError(f"'{name}' was sharded after EMA() was created. Create EMA after fully_shard().")
-        return parameter.detach()
 
     def values(self) -> dict[str, Tensor]:
         """Return the averages.
@@ -214,11 +162,18 @@ class EMA:
         Returns:
             This rank's shard of each average, by the first name of the parameter.
         """
-        self._update_layout("EMA.values()")
-        tensors = tensors_of(self._model)
-        views = {id(parameter): view for flat in self._averages for parameter, view in flat.views()}
-        sharded = {entry.names[0]: views[id(entry.parameter)] for entry in tensors.entries if id(entry.parameter) in views}
-        return {**sharded, **self._plain}
+        return {entry.names[0]: average for entry, average in self._pairs("EMA.values()")}
+
+    def _pairs(self, doing: str) -> list[tuple[ModelEntry, Tensor]]:
+        """Return the averaged tensors of the model, each with this rank's shard of its average."""
+        self._check(doing)
+        found: list[tuple[ModelEntry, Tensor]] = []
+        for entry in tensors_of(self._model).entries:
+            name, parameter = entry.names[0], entry.parameter
+            average = self._plain.get(name) if parameter is None else self._averages.get(parameter)
+            if average is not None:
+                found.append((entry, average))
+        return found
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -267,8 +222,10 @@ class EMA:
             A dict with `averages` (by name, DTensors with the placements of the parameters, views of the averages), `calls`
             and `updates`.
         """
-        values, entries = self.values(), {entry.names[0]: entry for entry in tensors_of(self._model).entries}
-        averages = {name: _to_dtensor(entry, values[name]) for name, entry in entries.items() if name in values}
+        averages = {
+            entry.names[0]: value if entry.parameter is None else entry.parameter.dtensor_like_shard(value)
+            for entry, value in self._pairs("EMA.state_dict()")
+        }
         return {"averages": averages, "calls": self.calls, "updates": self.updates}
 
     @torch.no_grad()
@@ -284,49 +241,35 @@ class EMA:
         """
         missing = [key for key in ("averages", "calls", "updates") if not isinstance(state, Mapping) or key not in state]
         if missing:
-            raise ValueError(
-                f"The state has no {missing[0]!r}: expected the result of EMA.state_dict(), got {_describe(state)}."
-            )
+            keys = ", ".join(map(repr, list(state)[:4])) if isinstance(state, Mapping) else ""
+            got = f"a dict of {keys or 'nothing'}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+            raise ValueError(f"The state has no {missing[0]!r}: expected the result of EMA.state_dict(), got {got}.")
         for key in ("calls", "updates"):
             check_int(f"{key} of the state", state[key], least=0)
-        values, averages = self.values(), state["averages"]
+        pairs, averages = self._pairs("EMA.load_state_dict()"), state["averages"]
         wrong = [name for name, value in averages.items() if not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(f"The average of {wrong[0]!r} must be a tensor, got a {type(averages[wrong[0]]).__name__}.")
-        for name in sorted({*values} ^ {*averages}):
-            if name in values:
+        expected = {entry.names[0] for entry, _ in pairs}
+        for name in sorted(expected ^ {*averages}):
+            if name in expected:
                 raise ValueError(f"The state has no average of '{name}', which is a parameter of the model.")
             raise ValueError(f"The state has an average of '{name}', which is no averaged parameter of the model.")
-        given: dict[str, Tensor] = {}  # all of them, before the first is written
-        for entry in tensors_of(self._model).entries:
-            name = entry.names[0]
-            if name in values:
-                value = averages[name]
-                if entry.parameter is not None:
-                    value = entry.parameter.sharding.rows_of(value, name=name, what="the average")
-                elif value.shape != values[name].shape:
-                    raise StateError(
-                        f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}."
-                    )
-                given[name] = value.view(values[name].shape)
+        given: list[Tensor] = []  # all of them, before the first is written
+        for entry, own in pairs:
+            name, value = entry.names[0], averages[entry.names[0]]
+            if entry.parameter is not None:
+                value = entry.parameter.sharding.rows_of(value, name=name, what="the average")
+            elif value.shape != own.shape:
+                raise StateError(f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}.")
+            given.append(value.view(own.shape))
         calls, updates = int(state["calls"]), int(state["updates"])
-        for name, value in given.items():
-            values[name].copy_(value)
+        for (_, own), value in zip(pairs, given):
+            own.copy_(value)
         self.calls, self.updates = calls, updates
-
-
-def _describe(state: Any) -> str:
-    """Return the type of `state`, and its first keys if it is a dict, for an error text."""
-    if not isinstance(state, Mapping):
-        return f"a {type(state).__name__}"
-    return f"a dict of {', '.join(map(repr, list(state)[:4])) or 'nothing'}"
 
 
 def _memory(tensor: Tensor) -> Tensor:
     """Return the plain tensor with the values of a weight."""
     values = values_of(tensor.detach())
     return tensor.detach() if values is None else values
-
-
-def _to_dtensor(entry: ModelEntry, value: Tensor) -> Tensor:
-    return value if entry.parameter is None else entry.parameter.dtensor_like_shard(value)

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
+from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fullshard.core import Agreement
-from fullshard.weights.rounds import padded
+
+P = TypeVar("P")
+
+_ALIGNMENT = 64  # bytes; at least the alignment of every dtype
+
+
+def padded(nbytes: int) -> int:
+    """Return `nbytes` rounded up to the alignment of tensors in a shared buffer."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def batches(parts: Iterable[P], limit: int, nbytes: Callable[[P], int]) -> Iterator[list[P]]:
+    """Batch parts, in order, up to `limit` bytes. A single larger part gets its own batch."""
+    batch: list[P] = []
+    total = 0
+    for part in parts:
+        size = padded(nbytes(part))
+        if batch and total + size > limit:
+            yield batch
+            batch, total = [], 0
+        batch.append(part)
+        total += size
+    if batch:
+        yield batch
 
 
 class StagingBuffer:
@@ -27,17 +51,11 @@ class StagingBuffer:
         if self._copies_done is not None:
             self._copies_done.synchronize()
             self._copies_done = None
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in tensors]
-        total = sum(map(padded, sizes))
+        total = sum(padded(prod(shape) * dtype.itemsize) for shape, dtype in tensors)
         if total > self._memory.numel():
             self._memory = self._memory[:0].clone()  # frees the old memory before the new allocation, for a lower peak
             self._memory = torch.empty(total, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
-        found: list[Tensor] = []
-        at = 0
-        for (shape, dtype), size in zip(tensors, sizes):
-            found.append(self._memory[at : at + size].view(dtype).view(tuple(shape)))
-            at += padded(size)
-        return found
+        return _places(self._memory, tensors)
 
     def record_copies(self) -> None:
         """Record that the accelerator may still copy from or to the tensors, so that the next `take` waits for the copies."""
@@ -47,36 +65,23 @@ class StagingBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """A value to send to another rank."""
+class Message:
+    """A tensor to send to another rank, or one that receives the values of such a tensor."""
 
-    rank: int  # index in the group
-    value: Tensor
-    dtype: torch.dtype  # in the buffer; the value is cast to it
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the buffer, without padding."""
-        return self.value.numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """A tensor that receives a value of another rank. The value is sent in the dtype of the tensor."""
-
-    rank: int  # index in the group
-    into: Tensor
+    rank: int  # the other rank, as index in the group
+    tensor: Tensor
+    dtype: torch.dtype  # in the buffer: the sender casts to it
 
     @property
     def nbytes(self) -> int:
         """Bytes in the buffer, without padding."""
-        return self.into.numel() * self.into.itemsize
+        return self.tensor.numel() * self.dtype.itemsize
 
 
 class Exchange:
     """Exchanges within one group of ranks.
 
-    For each pair of ranks, the sender lists its `Send`s in the order in which the receiver lists its `Receive`s.
+    For each pair of ranks, the sender lists its messages in the order in which the receiver lists them.
     """
 
     def __init__(self, group: Agreement) -> None:
@@ -84,39 +89,36 @@ class Exchange:
         self._buffers: dict[tuple[str, torch.device], StagingBuffer] = {}
         self.sent = 0  # bytes of values sent so far
 
-    def run(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+    def run(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive values. Collective."""
-        ranks, device = len(self._group.ranks), self._group.device
+        device = self._group.device
+        sends, receives = (sorted(messages, key=attrgetter("rank")) for messages in (sends, receives))
         # Pack on the device of the values, so that one copy moves all of them to the device of the process group.
-        send_device = sends[0].value.device if sends else device
-        send_offsets, send_sizes = _offsets(sends, ranks)
-        receive_offsets, receive_sizes = _offsets(receives, ranks)
-        outgoing = self._buffer("out", send_device, sum(send_sizes))
-        for send, at in zip(sends, send_offsets):
-            packed = outgoing[at : at + send.nbytes].view(send.dtype)
-            packed.view(send.value.shape).copy_(send.value)
+        outgoing, out_sizes = self._buffer("out", sends[0].tensor.device if sends else device, sends)
+        for send, place in zip(sends, _places(outgoing, [(one.tensor.shape, one.dtype) for one in sends])):
+            place.copy_(send.tensor)
             self.sent += send.nbytes
-        incoming = self._buffer("in", device, sum(receive_sizes))
-        self._group.all_to_all(incoming, outgoing.to(device), receive_sizes, send_sizes)
-        receive_device = receives[0].into.device if receives else device
-        incoming = incoming.to(receive_device)
-        for receive, at in zip(receives, receive_offsets):
-            packed = incoming[at : at + receive.nbytes].view(receive.into.dtype)
-            receive.into.copy_(packed.view(receive.into.shape))
+        incoming, in_sizes = self._buffer("in", device, receives)
+        self._group.all_to_all(incoming, outgoing.to(device), in_sizes, out_sizes)
+        incoming = incoming.to(receives[0].tensor.device if receives else device)
+        for receive, place in zip(receives, _places(incoming, [(one.tensor.shape, one.dtype) for one in receives])):
+            receive.tensor.copy_(place)
 
-    def _buffer(self, which: str, device: torch.device, nbytes: int) -> Tensor:
-        if (which, device) not in self._buffers:
-            self._buffers[which, device] = StagingBuffer(device)
-        return self._buffers[which, device].take([((nbytes,), torch.uint8)])[0]
+    def _buffer(self, which: str, device: torch.device, messages: Sequence[Message]) -> tuple[Tensor, list[int]]:
+        """Return (memory for messages in rank order, bytes of each rank)."""
+        sizes = [0] * len(self._group.ranks)
+        for one in messages:
+            sizes[one.rank] += padded(one.nbytes)
+        staging = self._buffers.setdefault((which, device), StagingBuffer(device))
+        return staging.take([((sum(sizes),), torch.uint8)])[0], sizes
 
 
-def _offsets(values: Iterable[Send | Receive], ranks: int) -> tuple[list[int], list[int]]:
-    """Return (offset of each value in the buffer, padded bytes for each rank). The buffer is in rank order."""
-    values = list(values)
-    sizes = [0] * ranks
-    offsets_in_rank: list[int] = []
-    for value in values:
-        offsets_in_rank.append(sizes[value.rank])
-        sizes[value.rank] += padded(value.nbytes)
-    first = [0, *accumulate(sizes)]
-    return [first[value.rank] + at for value, at in zip(values, offsets_in_rank)], sizes
+def _places(memory: Tensor, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """Return tensors of these shapes and dtypes in `memory`, (bytes,), one after another."""
+    found: list[Tensor] = []
+    at = 0
+    for shape, dtype in tensors:
+        nbytes = prod(shape) * dtype.itemsize
+        found.append(memory[at : at + nbytes].view(dtype).view(tuple(shape)))
+        at += padded(nbytes)
+    return found

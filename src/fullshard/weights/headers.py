@@ -14,15 +14,17 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fullshard.errors import printable
+from fullshard.weights.boxes import TensorInfo
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -66,26 +68,18 @@ class BadFile(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class FileTensor:
+class FileTensor(TensorInfo):
     """Location of a tensor in a file."""
 
-    name: str
     file: str  # path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     offset: int  # of the first byte of the data, from the begin of the file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the data."""
-        return prod(self.shape) * self.dtype.itemsize
 
     def offset_of(self, start: Sequence[int]) -> int:
         """Return the offset in the file at which the row of the element `start` begins."""
         return self.offset + (self.nbytes // self.shape[0] * start[0] if start and self.shape[0] else 0)
 
 
-class OpenFiles:
+class OpenFiles(AbstractContextManager["OpenFiles"]):
     """Open files and directories of a checkpoint, by path.
 
     Each directory is opened once, and files are opened relative to its descriptor. So all files belong to one checkpoint, even
@@ -96,9 +90,6 @@ class OpenFiles:
         # (descriptor, modification time when it was opened, in ns) by path
         self._directories: dict[str, tuple[int, int]] = {}
         self._files: dict[str, tuple[int, int]] = {}
-
-    def __enter__(self) -> OpenFiles:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -147,22 +138,17 @@ class OpenFiles:
             self._files[name] = descriptor, status.st_mtime_ns
         return self._files[name][0]
 
-    def were_replaced(self) -> bool:
-        """Return True if an open directory or file is no longer at its path, because it was replaced or removed."""
+    def may_have_changed(self) -> bool:
+        """Return True if files were created or removed in an open directory, or if one of these was replaced or removed."""
+        if any(os.fstat(descriptor).st_mtime_ns != then for descriptor, then in self._directories.values()):
+            return True
         for path, (descriptor, _) in (*self._directories.items(), *self._files.items()):
             try:
-                now = os.stat(path)
+                if not os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    return True
             except OSError:
                 return True
-            then = os.fstat(descriptor)
-            if (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):
-                return True
         return False
-
-    def may_have_changed(self) -> bool:
-        """Return True if files were created or removed in an open directory, or if `were_replaced()`."""
-        changed = any(os.fstat(descriptor).st_mtime_ns != then for descriptor, then in self._directories.values())
-        return changed or self.were_replaced()
 
     def check_unchanged(self) -> None:
         """Raise BadFile if a file was modified since it was opened."""
@@ -198,7 +184,7 @@ class FileIdentity:
         size = os.fstat(descriptor).st_size
         if size != self.nbytes:
             return f"{size:,} bytes on one rank, {self.nbytes:,} on the first rank"
-        if _digest(os.pread(descriptor, self.header_nbytes, 0)) != self.digest:
+        if hashlib.sha256(os.pread(descriptor, self.header_nbytes, 0)).hexdigest() != self.digest:
             return "different tensors or a different tensor order on one rank than on the first rank"
         if samples(descriptor) != sampled:
             return "different values on one rank than on the first rank, such as a copy of another step"
@@ -219,19 +205,13 @@ class Header:
     """The header of a file."""
 
     file: str  # path
-    nbytes: int  # of the header, including its 8 length bytes
-    file_nbytes: int
     tensors: tuple[FileTensor, ...]  # in the order of their data
     metadata: Mapping[str, str]
-    identity: FileIdentity | None = None  # None for a header that was parsed without its file
+    identity: FileIdentity
 
 
-def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
+def read_header(path: str, files: OpenFiles) -> Header:
     """Read and check the header of a file, without its data."""
-    if files is None:
-        with OpenFiles() as files:
-            return read_header(file, files)
-    path = str(file)
     descriptor = files.file(path)
     try:
         status = os.fstat(descriptor)
@@ -247,12 +227,9 @@ def read_header(file: str | Path, files: OpenFiles | None = None) -> Header:
         text = _read(descriptor, length, 8, path, size)
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
-    identity = FileIdentity(size, status.st_mtime_ns, status.st_ino, 8 + length, _digest(begin + text))
-    return replace(parse_header(path, text, size), identity=identity)
-
-
-def _digest(header: bytes) -> str:
-    return hashlib.sha256(header).hexdigest()
+    digest = hashlib.sha256(begin + text).hexdigest()
+    identity = FileIdentity(size, status.st_mtime_ns, status.st_ino, 8 + length, digest)
+    return Header(path, *parse_header(path, text, size), identity)
 
 
 def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> bytes:
@@ -270,8 +247,8 @@ def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> by
     return bytes(found)
 
 
-def parse_header(path: str, text: bytes, size: int) -> Header:
-    """Parse and check a header."""
+def parse_header(path: str, text: bytes, size: int) -> tuple[tuple[FileTensor, ...], dict[str, str]]:
+    """Parse and check the header of a file of `size` bytes. Return the tensors in the order of their data, and the metadata."""
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=lambda pairs: _unique_keys(path, pairs))
     except BadFile:
@@ -299,14 +276,13 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
         )
     if at < size:
         raise BadFile(f"{path}: {size - at:,} bytes after its last tensor belong to no tensor.")
-    return Header(path, begin, size, tuple(tensors), metadata)
+    return tuple(tensors), metadata
 
 
 def _unique_keys(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise BadFile(f"{path}: its header has '{twice}' twice.")
     return found
 
@@ -317,42 +293,40 @@ def _tensor(path: str, name: str, entry: Any, begin: int) -> FileTensor:
         raise BadFile(f"{where} must have exactly the keys dtype, shape and data_offsets.")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise BadFile(f"{where} has the unknown dtype {entry['dtype']!r}. Known dtypes are {', '.join(DTYPES)}.")
-    dtype = DTYPES[entry["dtype"]]
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
         raise BadFile(f"{where} has an invalid shape: {str(shape)[:80]}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
         raise BadFile(f"{where} has invalid data_offsets: {str(offsets)[:80]}. Expected the begin and the end of its data.")
-    if offsets[1] - offsets[0] != prod(shape) * dtype.itemsize:
+    found = FileTensor(name, DTYPES[entry["dtype"]], tuple(shape), path, begin + offsets[0])
+    if offsets[1] - offsets[0] != found.nbytes:
         raise BadFile(
-            f"{where} of shape {tuple(shape)} and dtype {entry['dtype']} needs {prod(shape) * dtype.itemsize:,} bytes, "
+            f"{where} of shape {found.shape} and dtype {entry['dtype']} needs {found.nbytes:,} bytes, "
             f"but its data_offsets span {offsets[1] - offsets[0]:,}."
         )
-    return FileTensor(name, path, dtype, tuple(shape), begin + offsets[0])
+    return found
 
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def header_bytes(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+def header_bytes(tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a file, including its 8 length bytes, padded to a multiple of 8 bytes."""
-    for name, dtype, _ in tensors:
-        if name == "__metadata__":
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    at = 0
+    for one in tensors:
+        if one.name == "__metadata__":
             raise ValueError(
                 "A tensor cannot have the name '__metadata__': the file format reserves it. Rename it by key_map=."
             )
-        if dtype not in NAMES:
+        if one.dtype not in NAMES:
             raise ValueError(
-                f"Tensor '{name}' of {dtype} cannot be saved: the file format does not have this dtype. Cast it, or "
+                f"Tensor '{one.name}' of {one.dtype} cannot be saved: the file format does not have this dtype. Cast it, or "
                 "leave it out by key_map=[Drop(...)]."
             )
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    at = 0
-    for name, dtype, shape in tensors:
-        nbytes = prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
-        at += nbytes
+        entries[one.name] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [at, at + one.nbytes]}
+        at += one.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -378,22 +352,33 @@ def read_checkpoint(source: Any, files: OpenFiles | None = None) -> list[Header]
                 raise
             files.close()  # a save has replaced the checkpoint and is removing the old files
             time.sleep(PAUSE)
-    file_of: dict[str, str] = {}  # by name of the tensor
-    for tensor in (tensor for header in headers for tensor in header.tensors):
-        if tensor.name in file_of:
-            raise BadFile(f"Tensor '{tensor.name}' is in {file_of[tensor.name]} and in {tensor.file}. Expected it in one file.")
-        file_of[tensor.name] = tensor.file
-    for name, file in (index or {}).items():
-        if file_of.get(name) != file:
-            raise BadFile(f"The index maps '{name}' to {file}, which does not contain it.")
+    for fault in conflicts(headers, index):
+        raise BadFile(fault)
     return headers
 
 
-def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], dict[str, str] | None]:
-    """Return the files of a checkpoint and its index as a map from tensors to files, None without an index."""
-    if files is None:
-        with OpenFiles() as files:
-            return files_of(source, files)
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The index of a checkpoint in several files."""
+
+    file_of: Mapping[str, str]  # path, by name of the tensor
+    total_size: object  # bytes of all tensors, as some programs write it; None if it has none
+
+
+def conflicts(headers: Sequence[Header], index: Index | None) -> Iterator[str]:
+    """Yield what is wrong between the files of a checkpoint, and between them and the index."""
+    file_of: dict[str, str] = {}  # by name of the tensor
+    for tensor in (tensor for header in headers for tensor in header.tensors):
+        if tensor.name in file_of:
+            yield f"Tensor '{tensor.name}' is in {file_of[tensor.name]} and in {tensor.file}. Expected it in one file."
+        file_of[tensor.name] = tensor.file
+    for name, file in () if index is None else index.file_of.items():
+        if file_of.get(name) != file:
+            yield f"The index maps '{name}' to {file}, which does not contain it."
+
+
+def files_of(source: Any, files: OpenFiles) -> tuple[list[str], Index | None]:
+    """Return the files of a checkpoint, and its index if it has one."""
     if isinstance(source, (list, tuple)):
         if not source:
             raise BadFile("The list of files to load is empty.")
@@ -418,15 +403,10 @@ def files_of(source: Any, files: OpenFiles | None = None) -> tuple[list[str], di
     return paths, None
 
 
-def read_index(path: Path, files: OpenFiles) -> Any:
-    """Return the JSON content of an index."""
-    descriptor = files.file(path)
-    return json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
-
-
-def _files_of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, str]]:
+def _files_of_index(path: Path, files: OpenFiles) -> tuple[list[str], Index]:
     try:
-        entry = read_index(path, files)
+        descriptor = files.file(path)
+        entry = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
         names = dict(entry["weight_map"])
     except BadFile:
         raise
@@ -438,4 +418,5 @@ def _files_of_index(path: Path, files: OpenFiles) -> tuple[list[str], dict[str, 
         if not isinstance(file, str) or Path(file).name != file:
             raise BadFile(f"{path} maps '{name}' to {file!r}. Expected the name of a file next to the index.")
     file_of = {name: str(path.parent / file) for name, file in names.items()}
-    return sorted(set(file_of.values())), file_of
+    metadata = entry.get("metadata")
+    return sorted(set(file_of.values())), Index(file_of, metadata.get("total_size") if isinstance(metadata, dict) else None)

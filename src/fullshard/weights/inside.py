@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Iterator
-from contextlib import suppress
+from collections.abc import Container
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fullshard.weights.layout import index_of, is_weights
-
-_TOKEN_CHARACTERS = 8  # characters of the token that file names contain
 
 
 def why_not_replaceable(directory: Path) -> str | None:
@@ -38,17 +36,19 @@ def name_in_place(name: str, token: str, single: str) -> str:
     """Return the final name of a weights file. One of several files gets a name that is unique to this save."""
     if name in (single, index_of(single)):
         return name
-    return name.replace(".", f"-{token[-_TOKEN_CHARACTERS:]}.", 1)
+    return name.replace(".", f"-{token[-8:]}.", 1)
 
 
 def move_in(path: Path, directory: Path, backup: Path, token: str, single: str) -> None:
     """Move the files of a checkpoint, which must be synced to disk, into a directory. If it fails, undo all moves."""
     # Order: further files, weights files with new names (no index refers to them yet), and at last the index or the single
     # weights file. Its replacement is the commit.
-    undo_actions: list[Callable[[], object]] = []
-    try:
-        for entry in _other_files(path, single):
-            undo_actions += _replace_file(entry, directory / entry.relative_to(path), backup / entry.relative_to(path))
+    with ExitStack() as undo:
+        for entry in sorted(path.rglob("*")):
+            is_file = entry.is_symlink() or entry.is_file()
+            if not is_file or (entry.parent == path and is_weights(entry.name, single)):
+                continue
+            _replace_file(entry, directory / entry.relative_to(path), backup / entry.relative_to(path), undo)
         names = {
             entry.name: name_in_place(entry.name, token, single) for entry in path.iterdir() if is_weights(entry.name, single)
         }
@@ -57,31 +57,19 @@ def move_in(path: Path, directory: Path, backup: Path, token: str, single: str) 
             last = _write_index(path / index_of(single), backup, names)
         for name in sorted(names.keys() - {last.name}):
             os.rename(path / name, directory / names[name])
-            undo_actions.append(_rename_action(directory / names[name], path / name))
+            undo.callback(_move_back, directory / names[name], path / name)
         sync(directory)  # the new names must be on disk before the index that refers to them
-        undo_actions += _replace_file(last, directory / last.name, backup / "before" / last.name)
+        _replace_file(last, directory / last.name, backup / "before" / last.name, undo)
         # An index beside a new single file is of an older save, and so is a single file beside a new index. Some readers prefer
         # the one, some the other, so the old one is removed.
         other = directory / (single if last.name != single else index_of(single))
         if os.path.lexists(other):
             os.unlink(other)
-    except BaseException:
-        for undo in reversed(undo_actions):
-            with suppress(OSError):
-                undo()
-        raise
+        undo.pop_all()
 
 
-def _other_files(path: Path, single: str) -> Iterator[Path]:
-    """Yield the files and links of a checkpoint that are not weights."""
-    for entry in sorted(path.rglob("*")):
-        is_file = entry.is_symlink() or entry.is_file()
-        if is_file and not (entry.parent == path and is_weights(entry.name, single)):
-            yield entry
-
-
-def _replace_file(entry: Path, target: Path, backup: Path) -> list[Callable[[], object]]:
-    """Move a file to `target` and back up an existing file there. Return the undo actions, to be called in reverse order."""
+def _replace_file(entry: Path, target: Path, backup: Path, undo: ExitStack) -> None:
+    """Move a file to `target`, and back up an existing file there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     existed = os.path.lexists(target)
     if existed:
@@ -91,12 +79,14 @@ def _replace_file(entry: Path, target: Path, backup: Path) -> list[Callable[[], 
         except OSError:  # a file system without links
             shutil.copy2(target, backup, follow_symlinks=False)
     os.replace(entry, target)
-    move_back = _rename_action(target, entry)
-    return [_rename_action(backup, target), move_back] if existed else [move_back]
+    if existed:
+        undo.callback(_move_back, backup, target)
+    undo.callback(_move_back, target, entry)
 
 
-def _rename_action(source: Path, target: Path) -> Callable[[], object]:
-    return lambda: os.replace(source, target)
+def _move_back(source: Path, target: Path) -> None:
+    with suppress(OSError):
+        os.replace(source, target)
 
 
 def _write_index(index: Path, backup: Path, names: dict[str, str]) -> Path:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import singledispatch
+from functools import partial
 from itertools import islice
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullshard.errors import InternalError, printable
-from fullshard.weights.boxes import Box, ModelTensor
+from fullshard.errors import printable
+from fullshard.weights.boxes import Box, ModelTensor, TensorInfo
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
 
@@ -41,22 +40,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ComputedTensor:
+class ComputedTensor(TensorInfo):
     """The output of a `Convert` function, computed from whole tensors.
 
-    Compared by identity: functions have no useful equality, and `Calculator` caches the value of one object.
+    The dtype and shape were found by running the function on meta. Compared by identity, since functions have no useful
+    equality, and the value of one object is cached.
     """
 
-    name: str
-    dtype: torch.dtype  # of the output, found by running the function on meta
-    shape: tuple[int, ...]  # of the output, found by running the function on meta
     inputs: tuple[MappedTensor, ...]  # arguments of the function, in order
     function: Callable[..., Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the output."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 Source = FileTensor | ComputedTensor | ModelTensor
@@ -89,18 +81,13 @@ class SourcePiece:
 
     def mapped_box(self, box: Box) -> Box | None:
         """Return the part of `at` that `box` of the source fills, in indices of the mapped tensor; None if it is empty."""
-        if any(not box.start[dim] <= self.origin[dim] < box.stop[dim] for dim in self.dropped_dims):
-            return None
-        start, shape = list(self.at.start), [1] * len(self.dims)
-        for dim, source_dim in enumerate(self.dims):
-            if source_dim is not None:
-                begin = max(box.start[source_dim], self.origin[source_dim])
-                end = min(box.stop[source_dim], self.origin[source_dim] + self.at.shape[dim])
-                if end <= begin:
-                    return None
-                start[dim] += begin - self.origin[source_dim]
-                shape[dim] = end - begin
-        return Box(tuple(start), tuple(shape))
+        inner = box.intersect(self.source_box(self.at))
+        return None if inner is None else self.inverse(self.source).source_box(inner)
+
+    def inverse(self, mapped: Source) -> SourcePiece:
+        """Return the piece that fills the same box of the source from `mapped`."""
+        dims = (self.dims.index(dim) if dim in self.dims else None for dim in range(len(self.origin)))
+        return SourcePiece(mapped, self.source_box(self.at), self.at.start, tuple(dims))
 
     @property
     def dropped_dims(self) -> tuple[int, ...]:
@@ -114,7 +101,7 @@ class SourcePiece:
         return kept == sorted(kept)
 
     def view_as_mapped(self, part: Tensor) -> Tensor:
-        """Return `part`, a slice of the source, with the dims of the mapped tensor: a view, which callers only read."""
+        """Return `part`, a slice of the source, with the dims of the mapped tensor: a view."""
         part = part.permute([*(dim for dim in self.dims if dim is not None), *self.dropped_dims])
         for _ in self.dropped_dims:
             part = part.select(-1, 0)
@@ -125,12 +112,9 @@ class SourcePiece:
 
 
 @dataclass(frozen=True, slots=True)
-class MappedTensor:
+class MappedTensor(TensorInfo):
     """A tensor that the rules produce, as a list of pieces of source tensors."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     pieces: tuple[SourcePiece, ...]  # they cover the tensor and do not overlap
     # Tensors with equal groups are saved in one file; None: the tensor has no group. `Unstack` sets it, rules that only rename
     # keep it, all others clear it.
@@ -223,26 +207,18 @@ def _check(rule: Any) -> None:
         raise MapError(f"{rule}: function must be callable, got {rule.function!r}")
 
 
-def _patterns(rule: Any) -> tuple[tuple[str, ...], bool]:
-    """Return the regular expressions of a rule, and True if they must match whole names."""
-    if isinstance(rule, Rename | Drop | Keep | Transpose):
-        return (rule.pattern,), False
-    if isinstance(rule, Merge | Convert):
-        return tuple(rule.sources), True
-    if isinstance(rule, Split | Stack | Unstack):
-        return (rule.source,), True
-    if isinstance(rule, RenameBy | Sort):  # they apply to every tensor
-        return (), True
-    raise InternalError(f"key_map has no patterns of {rule!r}.")
-
-
-def _count_matches(rule: Any, state: State, *, strict: bool) -> int:
+def _count_matches(rule: Rule, state: State, *, strict: bool) -> int:
     """Return the number of tensors that `rule` matches. Raise MapError if there is none and the rule is not optional."""
-    patterns, whole = _patterns(rule)
-    if not patterns:
+    if isinstance(rule, RenameBy | Sort):  # they apply to every tensor
         return len(state)
-    regexes = [re.compile(pattern) for pattern in patterns]
-    matches = sum(any(regex.fullmatch(name) if whole else regex.search(name) for regex in regexes) for name in state)
+    match rule:
+        case Rename() | Drop() | Keep() | Transpose():
+            patterns, tests = [rule.pattern], [re.compile(rule.pattern).search]
+        case Merge() | Convert():
+            patterns, tests = list(rule.sources), [re.compile(pattern).fullmatch for pattern in rule.sources]
+        case _:
+            patterns, tests = [rule.source], [re.compile(rule.source).fullmatch]
+    matches = sum(any(test(name) for test in tests) for name in state)
     if not matches and strict and state and not rule.optional:
         # Without the metacharacters, the pattern resembles a name closely enough to find the nearest ones.
         plain = re.sub(r"[\\^$()?*+\[\]]", "", patterns[0])
@@ -250,22 +226,38 @@ def _count_matches(rule: Any, state: State, *, strict: bool) -> int:
     return matches
 
 
-@singledispatch
-def _apply(rule: Any, state: State) -> State:
-    """Apply one rule and return the resulting tensors."""
-    raise MapError(f"key_map takes rules such as Rename or Merge, got {rule!r}")
-
-
-@_apply.register
-def _(rule: Rename, state: State) -> State:
-    """Rename tensors by a regular expression."""
-    return _build_state((re.sub(rule.pattern, rule.to, name), tensor) for name, tensor in state.items())
-
-
-@_apply.register
-def _(rule: RenameBy, state: State) -> State:
-    """Rename tensors by a function."""
-    return _rename_by(rule.function, state)
+def _apply(rule: Rule, state: State) -> State:
+    """Apply one rule and return the resulting tensors. Parts take the position of their tensor, results that of a part."""
+    match rule:
+        case Rename():
+            return _build_state((re.sub(rule.pattern, rule.to, name), tensor) for name, tensor in state.items())
+        case RenameBy():
+            return _rename_by(rule.function, state)
+        case Drop():
+            left = {name: tensor for name, tensor in state.items() if not re.search(rule.pattern, name)}
+            if state and not left:
+                raise MapError(f"{rule} matches every tensor and leaves none.")
+            return left
+        case Keep():  # if it is optional and matches nothing, it leaves out nothing
+            return {name: tensor for name, tensor in state.items() if re.search(rule.pattern, name)} or state
+        case Transpose():
+            return {
+                name: _transposed(rule, tensor) if re.search(rule.pattern, name) else tensor for name, tensor in state.items()
+            }
+        case Split():
+            return _replace_each(rule.source, state, partial(_split, rule))
+        case Unstack():
+            return _replace_each(rule.source, state, partial(_unstack, rule))
+        case Merge():
+            return _replace_sets(state, _sets(rule, state), lambda name, parts: _concatenated(name, parts, rule.dim))
+        case Convert():
+            return _replace_sets(state, _sets(rule, state), partial(_convert, rule))
+        case Stack():
+            return _replace_sets(
+                state, _stacks(rule, state), lambda name, parts: _concatenated(name, map(_unsqueezed, parts), 0)
+            )
+        case Sort():
+            return dict(sorted(state.items(), key=lambda item: natural_key(item[0])))
 
 
 def _rename_by(function: Callable[[str], str | None], state: State) -> State:
@@ -278,132 +270,117 @@ def _rename_by(function: Callable[[str], str | None], state: State) -> State:
     return _build_state((name, tensor) for name, tensor in named if name is not None)
 
 
-@_apply.register
-def _(rule: Drop, state: State) -> State:
-    """Leave out the tensors that match."""
-    left = {name: tensor for name, tensor in state.items() if not re.search(rule.pattern, name)}
-    if state and not left:
-        raise MapError(f"{rule} matches every tensor and leaves none.")
-    return left
+def natural_key(name: str) -> list[tuple[bool, str, int]]:
+    """Return a sort key. Of the parts between dots, numbers come first, by value; words with a final number sort by both."""
+    words = [(part.rstrip("0123456789"), part) for part in name.split(".")]
+    return [(bool(word), word, int(part[len(word) :] or -1)) for word, part in words]
 
 
-@_apply.register
-def _(rule: Keep, state: State) -> State:
-    """Leave out the tensors that do not match; an optional rule that matches nothing leaves out nothing."""
-    return {name: tensor for name, tensor in state.items() if re.search(rule.pattern, name)} or state
+# --- one tensor becomes several ---
+
+Named = tuple[str, MappedTensor]
 
 
-@_apply.register
-def _(rule: Merge, state: State) -> State:
-    """Concatenate tensors; the result takes the position of its first part."""
-    return _combine("Merge", state, rule.sources, rule.to, lambda name, parts: _concatenated(name, parts, rule.dim))
+def _replace_each(pattern: str, state: State, make: Callable[[MappedTensor, re.Match[str]], Iterable[Named]]) -> State:
+    """Replace each tensor whose whole name matches by the tensors that `make` returns."""
 
-
-@_apply.register
-def _(rule: Split, state: State) -> State:
-    """Split tensors; the parts take the position of the tensor."""
-
-    def tensors() -> Iterable[tuple[str, MappedTensor]]:
+    def tensors() -> Iterable[Named]:
         for name, tensor in state.items():
-            match = re.fullmatch(rule.source, name)
-            if match:
-                yield from _split(rule, tensor, [match.expand(to) for to in rule.to])
-            else:
-                yield name, tensor
+            match = re.fullmatch(pattern, name)
+            yield from [(name, tensor)] if match is None else make(tensor, match)
 
     return _build_state(tensors())
 
 
-def _split(rule: Split, tensor: MappedTensor, names: Sequence[str]) -> Iterable[tuple[str, MappedTensor]]:
-    dim = _dim(tensor, rule.dim, "Split")
+def _split(rule: Split, tensor: MappedTensor, match: re.Match[str]) -> Iterable[Named]:
+    dim, count = _dim(tensor, rule.dim, "Split"), len(rule.to)
     length = tensor.shape[dim]
-    sizes = [length // len(names)] * len(names) if rule.sizes is None else list(rule.sizes)
-    if sum(sizes) != length or len(sizes) != len(names) or min(sizes) < 0:
+    sizes = [length // count] * count if rule.sizes is None else list(rule.sizes)
+    if sum(sizes) != length or len(sizes) != count or min(sizes) < 0:
         raise MapError(
-            f"Split: '{tensor.name}' of shape {tensor.shape} cannot be split along dim {dim} into {len(names)} parts of sizes "
+            f"Split: '{tensor.name}' of shape {tensor.shape} cannot be split along dim {dim} into {count} parts of sizes "
             f"{', '.join(map(str, sizes))}."
         )
     at = 0
-    for name, size in zip(names, sizes):
-        yield name, _narrowed(name, tensor, dim, at, size)
+    for to, size in zip(rule.to, sizes):
+        yield (name := match.expand(to)), _narrowed(name, tensor, dim, at, size)
         at += size
 
 
-@_apply.register
-def _(rule: Stack, state: State) -> State:
-    """Stack tensors along a new first dim; the result takes the position of the part that comes first in the checkpoint."""
-    stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}  # by name of the result: (numbers in the name, name) of each part
+def _unstack(rule: Unstack, tensor: MappedTensor, match: re.Match[str]) -> Iterable[Named]:
+    for number in range(tensor.shape[_dim(tensor, 0, "Unstack")]):
+        to = match.expand(rule.to).replace("{}", str(number))
+        yield to, replace(_squeezed(_narrowed(to, tensor, 0, number, 1)), file_group=match.string)
+
+
+# --- several tensors become one ---
+
+Sets = list[tuple[str, str, list[str]]]
+"""(name of the part whose position the result takes, name of the result, names of the parts in order)."""
+
+
+def _replace_sets(state: State, sets: Sets, make: Callable[[str, Sequence[MappedTensor]], MappedTensor]) -> State:
+    """Replace each set of tensors by the one that `make` returns."""
+    combined = {first: (to, parts) for first, to, parts in sets}
+    replaced = {part for _, _, parts in sets for part in parts}
+
+    def tensors() -> Iterable[Named]:
+        for name, tensor in state.items():
+            if name in combined:
+                to, parts = combined[name]
+                yield to, make(to, [state[part] for part in parts])
+            elif name not in replaced:
+                yield name, tensor
+
+    return _build_state(tensors())
+
+
+def _sets(rule: Merge | Convert, state: State) -> Sets:
+    """Return the sets of tensors whose names match `sources` with equal groups."""
+    kind = type(rule).__name__
+    # By regex groups: for the number of each pattern in `sources`, the name that matches it and the name of the result.
+    found: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
+    for name in state:
+        for number, pattern in enumerate(rule.sources):
+            match = re.fullmatch(pattern, name)
+            if match:
+                members = found.setdefault(match.groups(), {})
+                if number in members:
+                    raise MapError(
+                        f"{kind}: '{members[number][0]}' and '{name}' both match {pattern!r}, with equal groups. Put what "
+                        "differs between them into a group."
+                    )
+                members[number] = name, match.expand(rule.to)
+    sets: Sets = []
+    for members in found.values():
+        names = [name for _, (name, _) in sorted(members.items())]
+        if len(members) < len(rule.sources):
+            missing = next(pattern for number, pattern in enumerate(rule.sources) if number not in members)
+            raise MapError(f"{kind}: '{names[0]}' has no counterpart that matches {missing!r}.")
+        first, to = next(iter(members.values()))  # in the order of `state`, as transformers places it
+        sets.append((first, to, names))
+    return sets
+
+
+def _stacks(rule: Stack, state: State) -> Sets:
+    """Return the sets of tensors whose names match `source` with equal `to`, in the order of the last number in the name."""
+    found: dict[str, list[tuple[tuple[int, ...], str]]] = {}  # by name of the result: (numbers in the name, name) of each part
     for name in state:
         match = re.fullmatch(rule.source, name)
         if match:
-            to = match.expand(rule.to)
             numbers = tuple(int(group) for group in match.groups() if group is not None and group.isdigit())
-            stacks.setdefault(to, []).append((numbers, name))
-    result_of_first_part = {parts[0][1]: to for to, parts in stacks.items()}
-    all_parts = {name for parts in stacks.values() for _, name in parts}
-
-    def tensors() -> Iterable[tuple[str, MappedTensor]]:
-        for name, tensor in state.items():
-            if name in result_of_first_part:
-                to = result_of_first_part[name]
-                parts = sorted(stacks[to])
-                # The last number of a name is the index of the part; numbers before it, such as the layer's, are in `to`.
-                indices = [numbers[-1:] for numbers, _ in parts]
-                if indices != [(i,) for i in range(len(parts))]:
-                    got = ", ".join(str(index[0]) for index in indices if index)
-                    raise MapError(
-                        f"Stack: expected the parts of '{to}' to be numbered from 0 without gaps, got {got or 'no numbers'}."
-                    )
-                yield to, _concatenated(to, [_unsqueezed(state[part]) for _, part in parts], 0)
-            elif name not in all_parts:
-                yield name, tensor
-
-    return _build_state(tensors())
-
-
-@_apply.register
-def _(rule: Unstack, state: State) -> State:
-    """Take tensors apart along the first dim; the parts take the position of the tensor."""
-
-    def tensors() -> Iterable[tuple[str, MappedTensor]]:
-        for name, tensor in state.items():
-            match = re.fullmatch(rule.source, name)
-            if not match:
-                yield name, tensor
-                continue
-            for number in range(tensor.shape[_dim(tensor, 0, "Unstack")]):
-                to = match.expand(rule.to).replace("{}", str(number))
-                yield to, replace(_squeezed(_narrowed(to, tensor, 0, number, 1)), file_group=name)
-
-    return _build_state(tensors())
-
-
-@_apply.register
-def _(rule: Transpose, state: State) -> State:
-    """Transpose the tensors that match."""
-    return {name: _transposed(rule, tensor) if re.search(rule.pattern, name) else tensor for name, tensor in state.items()}
-
-
-def _transposed(rule: Transpose, tensor: MappedTensor) -> MappedTensor:
-    one, other = (_dim(tensor, dim, "Transpose") for dim in rule.dims)
-    order = list(range(len(tensor.shape)))
-    order[one], order[other] = other, one
-
-    def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[dim] for dim in order)
-
-    pieces = tuple(
-        replace(piece, at=Box(permuted(piece.at.start), permuted(piece.at.shape)), dims=permuted(piece.dims))
-        for piece in tensor.pieces
-    )
-    # save_pretrained copies what it transposes, so parts of one tensor need not stay in one file any more.
-    return replace(tensor, shape=permuted(tensor.shape), pieces=pieces, file_group=None)
-
-
-@_apply.register
-def _(rule: Convert, state: State) -> State:
-    """Add the outputs of a function; each takes the position of its first input."""
-    return _combine("Convert", state, rule.sources, rule.to, lambda name, inputs: _convert(rule, name, inputs))
+            found.setdefault(match.expand(rule.to), []).append((numbers, name))
+    sets: Sets = []
+    for to, parts in found.items():
+        sets.append((parts[0][1], to, [name for _, name in sorted(parts)]))
+        # The last number of a name is the index of the part; numbers before it, such as the layer's, are in `to`.
+        indices = [numbers[-1:] for numbers, _ in sorted(parts)]
+        if indices != [(i,) for i in range(len(parts))]:
+            got = ", ".join(str(index[0]) for index in indices if index)
+            raise MapError(
+                f"Stack: expected the parts of '{to}' to be numbered from 0 without gaps, got {got or 'no numbers'}."
+            )
+    return sets
 
 
 def _convert(rule: Convert, name: str, inputs: Sequence[MappedTensor]) -> MappedTensor:
@@ -417,18 +394,6 @@ def _convert(rule: Convert, name: str, inputs: Sequence[MappedTensor]) -> Mapped
     if not isinstance(out, Tensor):
         raise MapError(f"Convert: expected the function for '{name}' to return a tensor, got a {type(out).__name__}.")
     return MappedTensor.of(ComputedTensor(name, out.dtype, tuple(out.shape), tuple(inputs), rule.function))
-
-
-@_apply.register
-def _(rule: Sort, state: State) -> State:
-    """Sort tensors by name."""
-    return dict(sorted(state.items(), key=lambda item: [_natural_key(part) for part in item[0].split(".")]))
-
-
-def _natural_key(part: str) -> tuple[int, str, int]:
-    """Return a sort key for one part of a name: numbers come first, by value; a word with a final number sorts by both."""
-    word = part.rstrip("0123456789")
-    return int(bool(word)), word, int(part[len(word) :] or -1)
 
 
 def _build_state(tensors: Iterable[tuple[str, MappedTensor]]) -> State:
@@ -445,45 +410,7 @@ def _build_state(tensors: Iterable[tuple[str, MappedTensor]]) -> State:
     return state
 
 
-def _combine(
-    rule: str, state: State, sources: Sequence[str], to: str, make: Callable[[str, Sequence[MappedTensor]], MappedTensor]
-) -> State:
-    """Replace each set of tensors whose names match `sources` with equal groups by one tensor, made by `make`.
-
-    The new tensor takes the position of the first tensor of the set; its name is `to`, expanded with the groups.
-    """
-    # By regex groups: for the number of each pattern in `sources`, the name that matches it and the name of the result.
-    sets: dict[tuple[Any, ...], dict[int, tuple[str, str]]] = {}
-    for name in state:
-        for number, pattern in enumerate(sources):
-            match = re.fullmatch(pattern, name)
-            if match:
-                members = sets.setdefault(match.groups(), {})
-                if number in members:
-                    raise MapError(
-                        f"{rule}: '{members[number][0]}' and '{name}' both match {pattern!r}, with equal groups. Put what "
-                        "differs between them into a group."
-                    )
-                members[number] = name, match.expand(to)
-    combined: dict[str, tuple[str, list[str]]] = {}  # by name of the first tensor: name of the result, names of the tensors
-    for members in sets.values():
-        names = [name for _, (name, _) in sorted(members.items())]
-        if len(members) < len(sources):
-            missing = next(pattern for number, pattern in enumerate(sources) if number not in members)
-            raise MapError(f"{rule}: '{names[0]}' has no counterpart that matches {missing!r}.")
-        first, _ = next(iter(members.values()))  # in the order of `state`, as transformers places it
-        combined[first] = members[0][1], names
-    replaced = {name for _, names in combined.values() for name in names}
-
-    def tensors() -> Iterable[tuple[str, MappedTensor]]:
-        for name, tensor in state.items():
-            if name in combined:
-                result, names = combined[name]
-                yield result, make(result, [state[member] for member in names])
-            elif name not in replaced:
-                yield name, tensor
-
-    return _build_state(tensors())
+# --- boxes of pieces ---
 
 
 def _dim(tensor: MappedTensor, dim: int, rule: str) -> int:
@@ -493,18 +420,14 @@ def _dim(tensor: MappedTensor, dim: int, rule: str) -> int:
     return dim % len(tensor.shape)
 
 
-def _concatenated(name: str, parts: Sequence[MappedTensor], dim: int) -> MappedTensor:
-    first = parts[0]
+def _concatenated(name: str, parts: Iterable[MappedTensor], dim: int) -> MappedTensor:
+    first, *_ = parts = list(parts)
     dim = _dim(first, dim, "Merge")
     pieces: list[SourcePiece] = []
     length = 0
     for part in parts:
-        rest = part.shape[:dim] + part.shape[dim + 1 :]
-        if (
-            len(part.shape) != len(first.shape)
-            or rest != first.shape[:dim] + first.shape[dim + 1 :]
-            or part.dtype != first.dtype
-        ):
+        rests = [one.shape[:dim] + one.shape[dim + 1 :] for one in (part, first)]
+        if len(part.shape) != len(first.shape) or rests[0] != rests[1] or part.dtype != first.dtype:
             raise MapError(
                 f"'{part.name}' of shape {part.shape} and dtype {part.dtype} cannot be joined along dim {dim} with "
                 f"'{first.name}' of shape {first.shape} and dtype {first.dtype}."
@@ -518,26 +441,37 @@ def _concatenated(name: str, parts: Sequence[MappedTensor], dim: int) -> MappedT
 def _narrowed(name: str, tensor: MappedTensor, dim: int, start: int, size: int) -> MappedTensor:
     shape = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
     wanted = Box(tuple(start if at == dim else 0 for at in range(len(shape))), shape)
-    pieces: list[SourcePiece] = []
-    for piece in tensor.pieces:
-        box = piece.at.intersect(wanted)
-        if box is not None:
-            inner = piece.source_box(box)
-            pieces.append(replace(piece, at=box.relative_to(wanted), origin=inner.start))
-    return MappedTensor(name, tensor.dtype, shape, tuple(pieces))
+    boxes = [(piece, piece.at.intersect(wanted)) for piece in tensor.pieces]
+    pieces = tuple(
+        replace(piece, at=box.relative_to(wanted), origin=piece.source_box(box).start)
+        for piece, box in boxes
+        if box is not None
+    )
+    return MappedTensor(name, tensor.dtype, shape, pieces)
+
+
+def _with_dims(tensor: MappedTensor, change: Callable[[tuple[Any, ...], Any], tuple[Any, ...]]) -> MappedTensor:
+    """Return a tensor with other dims. `change` takes a tuple with an element per dim, and the element of an added dim."""
+    pieces = tuple(
+        replace(piece, at=Box(change(piece.at.start, 0), change(piece.at.shape, 1)), dims=change(piece.dims, None))
+        for piece in tensor.pieces
+    )
+    return MappedTensor(tensor.name, tensor.dtype, change(tensor.shape, 1), pieces)
 
 
 def _unsqueezed(tensor: MappedTensor) -> MappedTensor:
     """Add a first dim of size 1."""
-    pieces = tuple(
-        replace(piece, at=Box((0, *piece.at.start), (1, *piece.at.shape)), dims=(None, *piece.dims)) for piece in tensor.pieces
-    )
-    return MappedTensor(tensor.name, tensor.dtype, (1, *tensor.shape), pieces)
+    return _with_dims(tensor, lambda values, added: (added, *values))
 
 
 def _squeezed(tensor: MappedTensor) -> MappedTensor:
     """Remove the first dim, which has size 1."""
-    pieces = tuple(
-        replace(piece, at=Box(piece.at.start[1:], piece.at.shape[1:]), dims=piece.dims[1:]) for piece in tensor.pieces
-    )
-    return MappedTensor(tensor.name, tensor.dtype, tensor.shape[1:], pieces)
+    return _with_dims(tensor, lambda values, _: values[1:])
+
+
+def _transposed(rule: Transpose, tensor: MappedTensor) -> MappedTensor:
+    one, other = (_dim(tensor, dim, "Transpose") for dim in rule.dims)
+    order = list(range(len(tensor.shape)))
+    order[one], order[other] = other, one
+    # save_pretrained copies what it transposes, so parts of one tensor need not stay in one file any more.
+    return _with_dims(tensor, lambda values, _: tuple(values[dim] for dim in order))

@@ -10,16 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 import torch
 
 from fullshard.weights.headers import DTYPES, SINGLE, FileTensor, header_bytes
 from fullshard.weights.key_map import MappedTensor, cast_dtype
-
-Named = tuple[str, torch.dtype, tuple[int, ...]]
-"""(name, dtype, shape)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,6 @@ class CheckpointLayout:
 
     files: tuple[OutputFile, ...]
     index: str | None  # text of the index; None for a checkpoint in a single file
-    name: str = SINGLE  # name of the file of a checkpoint in a single file
 
     @property
     def nbytes(self) -> int:
@@ -47,95 +42,71 @@ class CheckpointLayout:
 
 
 def lay_out(
-    tensors: Sequence[Named],
-    *,
-    max_shard_bytes: int,
-    parameters: int,  # elements of all parameters, for the index
-    file_groups: Mapping[str, str] | None = None,  # by tensor; tensors of one group are in one file, as if they were one
-    name: str = SINGLE,  # of a single file; several files get a number before the extension
-) -> CheckpointLayout:
-    """Lay out the tensors of a checkpoint in files.
-
-    Returns:
-        The layout.
-    """
-    files: list[list[Named]] = []
-    current: list[Named] = []
-    size = 0
-    for block in _grouped(tensors, file_groups or {}):
-        nbytes = sum(map(_nbytes, block))
-        if nbytes > max_shard_bytes:
-            files.append(block)
-            continue
-        if size + nbytes > max_shard_bytes:
-            files.append(current)
-            current, size = [], 0
-        current += block
-        size += nbytes
-    if current or not files:
-        files.append(current)
-    names = [name if len(files) == 1 else _numbered_name(name, number, len(files)) for number in range(len(files))]
-    found = tuple(_output_file(one, members) for one, members in zip(names, files))
-    if len(files) == 1:
-        return CheckpointLayout(found, None, name)
-    index = {
-        "metadata": {"total_parameters": parameters, "total_size": sum(map(_nbytes, tensors))},
-        "weight_map": {tensor: file for file, members in zip(names, files) for tensor, _, _ in members},
-    }
-    return CheckpointLayout(found, json.dumps(index, indent=2, sort_keys=True) + "\n", name)
-
-
-def lay_out_mapped(
     mapped: Mapping[str, MappedTensor],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None = None,
     *,
     max_shard_bytes: int,
     parameters: int | None = None,
     name: str = SINGLE,
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
-    """Lay out the tensors that a key map makes, floating-point ones in `dtype`. Return also (place in a file, values) of each.
+    """Lay out the tensors that a key map makes, in files.
 
-    `parameters` is as for `lay_out`; None counts the elements of all tensors.
+    Args:
+        mapped: the tensors by name, in the order in which files are filled.
+        dtype: of floating-point tensors; None keeps theirs.
+        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
+        parameters: elements of all parameters, for the index; None counts those of all tensors.
+        name: name of a single file; several files get a number before the extension.
+
+    Returns:
+        The layout, and (place in a file, values) of each tensor.
     """
-    named = [(key, cast_dtype(one.dtype, dtype), one.shape) for key, one in mapped.items()]
-    layout = lay_out(
-        named,
-        max_shard_bytes=max_shard_bytes,
-        parameters=sum(prod(shape) for _, _, shape in named) if parameters is None else parameters,
-        file_groups={key: one.file_group for key, one in mapped.items() if one.file_group is not None},
-        name=name,
-    )
-    return layout, [(tensor, mapped[tensor.name]) for file in layout.files for tensor in file.tensors]
+    blocks: dict[tuple[bool, str], list[FileTensor]] = {}  # tensors that must share a file; the place of the first counts
+    for key, one in mapped.items():
+        # The bool keeps groups apart from tensors without a group that have the same name.
+        block = (False, key) if one.file_group is None else (True, one.file_group)
+        blocks.setdefault(block, []).append(FileTensor(key, cast_dtype(one.dtype, dtype), one.shape, "", 0))
+    members: list[list[FileTensor]] = []  # of each file
+    current: list[FileTensor] = []
+    size = 0  # of `current`
+    for tensors in blocks.values():
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if nbytes > max_shard_bytes:
+            members.append(tensors)
+            continue
+        if size + nbytes > max_shard_bytes:
+            members.append(current)
+            current, size = [], 0
+        current += tensors
+        size += nbytes
+    if current or not members:
+        members.append(current)
+    names = [name]
+    if len(members) > 1:
+        names = [name.replace(".", f"-{number:05d}-of-{len(members):05d}.", 1) for number in range(1, len(members) + 1)]
+    files = tuple(map(_output_file, names, members))
+    placed = [tensor for file in files for tensor in file.tensors]
+    text = None
+    if len(files) > 1:
+        numel = sum(tensor.numel for tensor in placed) if parameters is None else parameters
+        index = {
+            "metadata": {"total_parameters": numel, "total_size": sum(tensor.nbytes for tensor in placed)},
+            "weight_map": {tensor.name: tensor.file for tensor in placed},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    return CheckpointLayout(files, text), [(tensor, mapped[tensor.name]) for tensor in placed]
 
 
-def _grouped(tensors: Sequence[Named], file_groups: Mapping[str, str]) -> list[list[Named]]:
-    """Return lists of tensors that must share a file, each at the position of its first tensor."""
-    # The bool keeps groups apart from tensors without a group that have the same name.
-    found: dict[tuple[bool, str], list[Named]] = {}
-    for tensor in tensors:
-        key = (True, file_groups[tensor[0]]) if tensor[0] in file_groups else (False, tensor[0])
-        found.setdefault(key, []).append(tensor)
-    return list(found.values())
-
-
-def _numbered_name(name: str, number: int, many: int) -> str:
-    return name.replace(".", f"-{number + 1:05d}-of-{many:05d}.", 1)
-
-
-def _nbytes(tensor: Named) -> int:
-    return prod(tensor[2]) * tensor[1].itemsize
-
-
-def _output_file(name: str, members: Sequence[Named]) -> OutputFile:
+def _output_file(name: str, members: Sequence[FileTensor]) -> OutputFile:
     """Lay out one file: sort the tensors and compute the header and the offsets."""
     known = {dtype: place for place, dtype in enumerate(DTYPES.values())}
-    members = sorted(members, key=lambda one: (-known.get(one[1], 0), one[0]))
+    members = sorted(members, key=lambda one: (-known.get(one.dtype, 0), one.name))
     header = header_bytes(members, {"format": "pt"})  # which refuses other dtypes
-    at, found = len(header), []
-    for tensor, dtype, shape in members:
-        found.append(FileTensor(tensor, name, dtype, shape, at))
-        at += found[-1].nbytes
-    return OutputFile(name, header, at, tuple(found))
+    at, placed = len(header), list[FileTensor]()
+    for one in members:
+        placed.append(replace(one, file=name, offset=at))
+        at += one.nbytes
+    return OutputFile(name, header, at, tuple(placed))
 
 
 def index_of(single: str) -> str:

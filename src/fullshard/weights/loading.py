@@ -3,45 +3,39 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard import _torch
 from fullshard.core import Agreement, clean_name
 from fullshard.errors import check_bool, check_int, warn_once
 from fullshard.weights.allocating import AllocatedTensors, built_buffers, fill_buffers, unwritten_ids
 from fullshard.weights.background import join_saves
-from fullshard.weights.boxes import Box
 from fullshard.weights.commit import warn_of_leftover
-from fullshard.weights.converting import Calculator
-from fullshard.weights.exchange import Exchange, Receive, Send, StagingBuffer
 from fullshard.weights.headers import (
     ATTEMPTS,
-    DTYPES,
-    NAMES,
     PAUSE,
     BadFile,
     FileIdentity,
     FileTensor,
+    Header,
     OpenFiles,
     read_checkpoint,
     samples,
 )
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, State, map_keys, nearest
-from fullshard.weights.plan import Destination, LoadPlan, ReadRange, plan_load
-from fullshard.weights.rounds import Round, batches
-from fullshard.weights.targets import ModelEntry, ModelTensors, reshard_for, tensors_of
-from fullshard.weights.transfer import Progress, Reader, Transfer, check_progress, with_total
-
-Replicas = Literal["auto", "read"]
+from fullshard.weights.moving import RowReader
+from fullshard.weights.plan import plan_load
+from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
+from fullshard.weights.transfer import Progress, Reader, check_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +82,7 @@ def load_weights(
     missing: Sequence[str] = (),
     threads: int = 8,
     buffer_bytes: int = 256 << 20,
-    replicas: Replicas = "auto",
+    replicas: Literal["auto", "read"] = "auto",
     buffers: Callable[[], nn.Module] | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
@@ -140,10 +134,9 @@ def load_weights(
         2007567360
     """
     began = time.perf_counter()
-    tensors = tensors_of(model, prepare=reshard_for("load_weights()"))
+    tensors = tensors_of(model, prepare=lambda unit: unit.reshard(doing="load_weights()"))
     group = tensors.agreement("load_weights()")
-    group.run(partial(_check, strict=strict, missing=missing, threads=threads, buffer_bytes=buffer_bytes, replicas=replicas))
-    group.run(partial(check_progress, progress))
+    group.run(partial(_check, strict, missing, threads, buffer_bytes, replicas, progress))
     group.run(join_saves)
     built = group.run(partial(built_buffers, model, buffers))
     limit = max(1, buffer_bytes // 4)
@@ -152,7 +145,9 @@ def load_weights(
             files.close()  # every attempt opens the files again, because a save may have replaced them
             state, known = _state_of(group, source, files)
             match = group.run(partial(_Match, tensors, key_map, state, strict=strict, may_miss=missing))
-            if not group.all_equal(match.description() + repr((buffer_bytes, replicas)).encode()):
+            pieces = [(e.target.name, one.dtype, [(p.source.name, p.geometry) for p in one.pieces]) for e, one in match.found]
+            # Each rank plans the reads by itself.
+            if not group.all_equal(repr((pieces, buffer_bytes, replicas)).encode("utf-8", "backslashreplace")):
                 raise ValueError(
                     "buffer_bytes, replicas or the tensors that key_map makes differ between ranks. Pass the same on all ranks."
                 )
@@ -163,45 +158,40 @@ def load_weights(
                 limit=limit,
                 exchanges=replicas == "auto",
             )
-            if _ranks_have_same_files(group, files, plan.files(group.index), known, last=attempt == ATTEMPTS - 1):
+            if _ranks_have_same_files(group, files, plan.files, known, last=attempt == ATTEMPTS - 1):
                 break
         if match.twins:
-            group.run(partial(_check_twins, match, files if group.index == 0 else None, strict=strict))
+            group.run(lambda: _check_twins(match, files, strict=strict) if group.index == 0 else None)
         unwritten = _without_values(model, match, unwritten_ids(model, tensors.units))
         intact = set(match.missing) - set(unwritten)
         fresh = AllocatedTensors(model, tensors.units)
         try:
             group.run(partial(fresh.allocate, model))
             tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
-            local = {entry.target.name: entry.local for entry in tensors.entries}
-            loaded = {entry.target.name: (entry.parameter, entry.plain) for entry in tensors.entries}
-            on_progress = with_total(progress, plan.nbytes(group.index))
-            into = [local[entry.target.name] for entry, _ in match.found]
-            load = _Load(group, into, files, threads=threads, limit=limit, on_progress=on_progress)
+            entries = {entry.target.name: entry for entry in tensors.entries}
+            reader = Reader(files, threads=threads, progress=progress, total=plan.nbytes)
+            rows = RowReader(group, {name: entry.local for name, entry in entries.items()}, reader, limit)
             try:
-                with torch.no_grad():
-                    load.run(plan)
+                rows.run(plan)
                 group.run(files.check_unchanged)
             finally:
-                load.reader.close()
+                reader.close()
         except BaseException:
             # Some shards may have new values, or memory without values: no forward may use the mixture.
-            fresh.mark_all(model, _ids([one for one in tensors.entries if one.names[0] in intact]))
+            fresh.mark_all(_ids([one for one in tensors.entries if one.names[0] in intact]))
             raise
-    for entry, _ in match.found:  # reads into memory increase no version counter
-        parameter, plain = loaded[entry.target.name]
-        if parameter is not None:
-            parameter.note_write()
-        elif plain is not None and not plain.is_inference():
-            torch.autograd.graph.increment_version(plain)
+    for entry in (entries[entry.target.name] for entry, _ in match.found):  # reads into memory increase no version counter
+        if entry.parameter is not None:
+            entry.parameter.note_write()
+        elif entry.plain is not None and not entry.plain.is_inference():
+            torch.autograd.graph.increment_version(entry.plain)
     written = _ids([one for one in tensors.entries if one.names[0] not in match.missing])
     filled = fill_buffers(model, built, unwritten)
-    written |= {id(buffer) for name, buffer in model.named_buffers() if clean_name(name) in filled}
-    fresh.mark_remaining(written)
+    fresh.mark_remaining(written | set(map(id, filled.values())))
     return Loaded(
-        bytes_read=load.reader.done,
-        bytes_useful=load.bytes_used,
-        bytes_exchanged=load.exchanged,
+        bytes_read=reader.done,
+        bytes_useful=rows.bytes_used,
+        bytes_exchanged=rows.exchange.sent,
         seconds=time.perf_counter() - began,
         conversions=match.conversions,
         ties=match.ties,
@@ -229,8 +219,10 @@ def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> lis
     ]
 
 
-def _check(*, strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object) -> None:
+def _check(strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object, progress: object) -> None:
+    """Raise ValueError if an argument of `load_weights` is invalid."""
     check_bool("strict", strict)
+    check_progress(progress)
     if isinstance(missing, str) or not isinstance(missing, Sequence) or not all(isinstance(one, str) for one in missing):
         raise ValueError(f"missing must be a list of regular expressions, got {missing!r}.")
     for pattern in missing:
@@ -254,20 +246,11 @@ def _state_of(group: Agreement, source: Any, files: OpenFiles) -> tuple[State, d
         if group.index:
             return b""
         warn_of_leftover(source)
-        headers = read_checkpoint(source, files)
-        identities = [[header.file, *astuple(header.identity)] for header in headers if header.identity is not None]
-        numbers = {header.file: number for number, header in enumerate(headers)}
-        rows = [
-            [t.name, numbers[t.file], NAMES[t.dtype], list(t.shape), t.offset] for header in headers for t in header.tensors
-        ]
-        return json.dumps([identities, rows]).encode()
+        return pickle.dumps(read_checkpoint(source, files))
 
-    known, rows = json.loads(group.first_rank_bytes(group.run(read)))
-    state = {
-        name: MappedTensor.of(FileTensor(name, known[number][0], DTYPES[dtype], tuple(shape), offset))
-        for name, number, dtype, shape, offset in rows
-    }
-    return state, {file: FileIdentity(*facts) for file, *facts in known}
+    headers: list[Header] = pickle.loads(group.first_rank_bytes(group.run(read)))
+    state = {tensor.name: MappedTensor.of(tensor) for header in headers for tensor in header.tensors}
+    return state, {header.file: header.identity for header in headers}
 
 
 def _ranks_have_same_files(
@@ -275,19 +258,15 @@ def _ranks_have_same_files(
 ) -> bool:
     """Open the files that this rank reads. Return True if all ranks have opened the files of the first rank or copies of them.
 
-    The result is False if a save replaced the checkpoint between the opens of two ranks. The caller then tries again.
+    The result is False if a save replaced the checkpoint between the opens of two ranks. The caller then tries again; if this
+    was the last attempt, raise BadFile.
     """
-
-    def opened() -> list[str]:
-        return [file for file in mine if not known[file].is_same(files.file(file))]
-
-    others, missing = [], None
+    others, missing = list[str](), None
     try:
-        others = opened()
+        others = [file for file in mine if not known[file].is_same(files.file(file))]
     except BadFile as failure:
         missing = failure
-    found = group.maximum(torch.tensor([missing is not None, len(others) > 0], device="cpu", dtype=torch.int32)).tolist()
-    if not any(found):
+    if not group.maximum(torch.tensor([missing is not None or len(others) > 0], device="cpu", dtype=torch.int32)).item():
         return True
 
     def sampled() -> bytes:
@@ -295,25 +274,22 @@ def _ranks_have_same_files(
 
     digests = json.loads(group.first_rank_bytes(group.run(sampled)))
 
-    def compare() -> str | None:
+    def compare() -> None:
         if missing is not None:
-            return str(missing)
-        differences = ((file, known[file].difference(files.file(file), digests[file])) for file in others)
-        texts = (f"{file} has {how}. Load the same files on all ranks." for file, how in differences if how is not None)
-        return next(texts, None)
+            raise missing
+        for file in others:
+            how = known[file].difference(files.file(file), digests[file])
+            if how is not None:
+                raise BadFile(f"{file} has {how}. Load the same files on all ranks.")
 
-    wrong = group.run(compare)
-    if not group.maximum(torch.tensor([wrong is not None], device="cpu", dtype=torch.int32)).item():
-        return True
-    if last:
-        group.run(partial(_raise, wrong))
-    time.sleep(PAUSE)
-    return False
-
-
-def _raise(text: str | None) -> None:
-    if text is not None:
-        raise BadFile(text)
+    try:
+        group.run(compare)
+    except ValueError:
+        if last:
+            raise
+        time.sleep(PAUSE)
+        return False
+    return True
 
 
 class _Match:
@@ -339,12 +315,20 @@ class _Match:
             if not there:
                 missing.append(entry.names[0])
                 continue
-            ties += [name for name in entry.names if name != there[0]]
-            self.found.append((entry, state[there[0]]))
-            wrong += self._compare(there[0], entry, state[there[0]], strict=strict)
-            self.twins += [(state[there[0]], state[name]) for name in there[1:]]
-            others = [name for name in there[1:] if state[name].shape != entry.target.shape]  # of a tie, only the first is read
-            wrong += [f"{name} is {state[name].shape} in the file and {entry.target.shape} in the model" for name in others]
+            name, shape, dtype = there[0], entry.target.shape, entry.target.dtype  # of a tie, only the first one is read
+            ties += [other for other in entry.names if other != name]
+            self.found.append((entry, state[name]))
+            self.twins += [(state[name], state[other]) for other in there[1:]]
+            misfits = [one for one in there if state[one].shape != shape]
+            wrong += [f"{one} is {state[one].shape} in the file and {shape} in the model" for one in misfits]
+            if any(isinstance(piece.source, ComputedTensor) for piece in state[name].pieces):
+                self.conversions[name] = "computed"
+            if state[name].dtype != dtype and name not in misfits:
+                was, becomes = (str(one).removeprefix("torch.") for one in (state[name].dtype, dtype))
+                self.conversions[name] = f"{was} -> {becomes}"
+                if strict and not _represents_all(dtype, state[name].dtype):
+                    rounds = f"{name} is {was} in the file and {becomes} in the model, which rounds it"
+                    wrong.append(f"{rounds} (pass strict=False to allow it)")
         self.ties, self.missing = tuple(ties), tuple(missing)
         self.unexpected = tuple(name for name in state if name not in used)  # names of the checkpoint that are not in the model
         if strict:
@@ -355,39 +339,16 @@ class _Match:
             more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise ValueError(f"The checkpoint does not match the model: {'; '.join(wrong[:8])}{more}.")
 
-    def description(self) -> bytes:
-        """Return a description of the assignment that must be equal on all ranks, because each plans the reads by itself."""
-        pieces = (
-            (entry.target.name, one.dtype, [(p.source.name, p.geometry) for p in one.pieces]) for entry, one in self.found
-        )
-        return repr(list(pieces)).encode("utf-8", "backslashreplace")
 
-    def _compare(self, name: str, entry: ModelEntry, mapped: MappedTensor, *, strict: bool) -> list[str]:
-        target = entry.target
-        if mapped.shape != target.shape:
-            return [f"{name} is {mapped.shape} in the file and {target.shape} in the model"]
-        if any(isinstance(piece.source, ComputedTensor) for piece in mapped.pieces):
-            self.conversions[name] = "computed"
-        if mapped.dtype != target.dtype:
-            was, becomes = (str(dtype).removeprefix("torch.") for dtype in (mapped.dtype, target.dtype))
-            self.conversions[name] = f"{was} -> {becomes}"
-            if strict and not _represents_all(target.dtype, mapped.dtype):
-                return [
-                    f"{name} is {was} in the file and {becomes} in the model, which rounds it (pass strict=False to allow it)"
-                ]
-        return []
-
-
-def _check_twins(match: _Match, files: OpenFiles | None, *, strict: bool) -> None:
-    """Compare tied tensors that the checkpoint has under several names; only the first is loaded. `files` None: skip this."""
-    for one, other in match.twins if files is not None else ():
+def _check_twins(match: _Match, files: OpenFiles, *, strict: bool) -> None:
+    """Compare tied tensors that the checkpoint has under several names; only the first is loaded."""
+    for one, other in match.twins:
         sources = [mapped.pieces[0].source for mapped in (one, other)]
         whole = all(mapped.pieces == MappedTensor.of(source).pieces for mapped, source in zip((one, other), sources))
         first, second = sources
         # Only bytes are compared, so both must be tensors of the files as they are, in one dtype.
         if not (whole and isinstance(first, FileTensor) and isinstance(second, FileTensor) and first.dtype == second.dtype):
             continue
-        assert files is not None
         if not files.same_bytes(first, second):
             text = (
                 f"'{one.name}' and '{other.name}' are one parameter of the model, but their values in the checkpoint differ. "
@@ -405,9 +366,7 @@ def _named(text: str, names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _represents_all(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Return True if `dtype` represents every value of `other` exactly."""
-    if dtype == other:
-        return True
-    if other is torch.bool:
+    if dtype == other or other is torch.bool:
         return True
     if dtype is torch.bool or (other.is_complex and not dtype.is_complex):
         return False
@@ -423,169 +382,3 @@ def _represents_all(dtype: torch.dtype, other: torch.dtype) -> bool:
         return False
     one, two = torch.finfo(dtype), torch.finfo(other)
     return one.eps <= two.eps and one.max >= two.max and one.smallest_normal <= two.smallest_normal
-
-
-# --- bytes ---
-
-
-class _Load:
-    """Reads, exchanges and writes the rows of one load.
-
-    Rows that only this rank needs use two halves of the buffer: one is read while the other is written to the shards. A round
-    uses four quarters: rows that are being read, rows that were read, rows to send, and rows to receive.
-    """
-
-    def __init__(
-        self,
-        group: Agreement,
-        local: Sequence[Tensor],
-        files: OpenFiles,
-        *,
-        threads: int,
-        limit: int,
-        on_progress: Callable[[int], object] | None,
-    ) -> None:
-        self._group, self._local, self._limit = group, local, limit
-        self.reader = Reader(files, threads=threads, on_progress=on_progress)
-        self._calculator = Calculator(self.reader)
-        self._exchange = Exchange(group)
-        self._bytes_used = 0
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes that were read and that some rank needed."""
-        return self._bytes_used + self._calculator.bytes_used
-
-    @property
-    def exchanged(self) -> int:
-        """Bytes sent to other ranks."""
-        return self._exchange.sent
-
-    def run(self, plan: LoadPlan) -> None:
-        """Execute a plan. Collective."""
-        self._group.run(lambda: self._read_own(plan.own))
-        if plan.rounds:
-            self._run_rounds(plan.rounds)
-
-    def _staging_buffers(self) -> list[StagingBuffer]:
-        pinned = any(tensor.device.type != "cpu" for tensor in self._local)
-        return [StagingBuffer(torch.device("cpu"), pinned=pinned) for _ in range(2)]
-
-    def _begin(self, staging: StagingBuffer, parts: Sequence[ReadRange]) -> list[Tensor]:
-        """Start to read the rows of these parts. Return the tensors that receive them."""
-        rows = staging.take([(part.rows.shape, part.source.dtype) for part in parts])
-        self.reader.begin([self._read(part, into) for part, into in zip(parts, rows)])
-        return rows
-
-    def _read(self, part: ReadRange, into: Tensor) -> Transfer:
-        assert isinstance(part.source, FileTensor)
-        return Transfer(part.source.file, part.source.offset_of(part.rows.start), into)
-
-    # --- rows that only this rank needs ---
-
-    def _read_own(self, parts: Sequence[ReadRange]) -> None:
-        straight: list[Transfer] = []
-        staged: list[ReadRange] = []
-        for part in parts:
-            into = self._memory(part)
-            if into is None:
-                staged += [replace(part, rows=rows) for rows in part.rows.split_rows(part.nbytes, self._limit)]
-            else:
-                self._bytes_used += into.numel() * into.itemsize
-                straight.append(self._read(part, into))
-        self.reader.run(straight)
-        staging_buffers = self._staging_buffers()
-        before: Callable[[], None] = _nothing
-        for number, batch in enumerate(batches(staged, 2 * self._limit, attrgetter("nbytes"))):
-            staging = staging_buffers[number % 2]
-            rows = self._begin(staging, batch)
-            before()  # write the previous batch while the threads read this one
-            self.reader.finish()
-            before = partial(self._write_all, batch, rows, staging)
-        before()
-
-    def _memory(self, part: ReadRange) -> Tensor | None:
-        """Return the shard memory for the rows of a part, or None if the rows must be cast, moved or rearranged first."""
-        (destination,) = part.destinations
-        view = self._view(part, destination)
-        if view is None or view.numel() != part.rows.numel or view.dtype != part.source.dtype:
-            return None
-        if type(view) is not Tensor or view.is_conj() or view.is_neg():  # has other values than its memory
-            return None
-        return view if view.device.type == "cpu" and view.is_contiguous() and destination.piece.keeps_order else None
-
-    def _write_all(self, parts: Sequence[ReadRange], rows: Sequence[Tensor], staging: StagingBuffer) -> None:
-        for part, read in zip(parts, rows):
-            for destination in part.destinations:
-                self._write(part, read, destination)
-        staging.record_copies()
-
-    # --- rows that several ranks need ---
-
-    def _run_rounds(self, rounds: Sequence[Round[ReadRange]]) -> None:
-        """Exchange the rows of each round while the threads read the rows of the next one."""
-        staging_buffers = self._staging_buffers()
-        reading: dict[int, Tensor] = {}
-        for number in range(len(rounds) + 1):
-            read = reading
-            following = rounds[number].parts if number < len(rounds) else ()
-            reading = self._group.run(partial(self._begin_round, following, staging_buffers[number % 2]))
-            if number:
-                self._run_round(rounds[number - 1], read)
-                staging_buffers[1 - number % 2].record_copies()
-
-    def _begin_round(self, parts: Sequence[ReadRange], staging: StagingBuffer) -> dict[int, Tensor]:
-        """Wait for the rows of the previous round and start to read this one. Return the rows by the id of their part."""
-        self.reader.finish()
-        mine = [part for part in parts if part.reader == self._group.index]
-        read = [part for part in mine if isinstance(part.source, FileTensor)]
-        rows = {id(part): into for part, into in zip(read, self._begin(staging, read))}
-        for part in mine:
-            if isinstance(part.source, ComputedTensor):
-                rows[id(part)] = self._calculator.value(part.source)[part.rows.slices()]
-        return rows
-
-    def _run_round(self, exchange_round: Round[ReadRange], rows: dict[int, Tensor]) -> None:
-        me = self._group.index
-        sends: list[Send] = []
-        receives: list[Receive] = []
-        for part in exchange_round.parts:
-            for destination in part.destinations:
-                if part.reader == me:
-                    for box, ranks in destination.needs(part.rows):
-                        value = self._values_for(part, rows[id(part)], destination, box)
-                        sends += [Send(rank, value, destination.target.dtype) for rank in ranks if rank != me]
-                elif (view := self._view(part, destination)) is not None:
-                    receives.append(Receive(part.reader, view))
-        if exchange_round.exchanged:
-            self._exchange.run(sends, receives)
-        for part in exchange_round.parts:
-            if part.reader == me:
-                for destination in part.destinations:
-                    self._write(part, rows[id(part)], destination)
-
-    # --- from rows to shards ---
-
-    def _values_for(self, part: ReadRange, rows: Tensor, destination: Destination, box: Box) -> Tensor:
-        """Return a view of `rows` with the values for a box of the target, with the dims of the target."""
-        return destination.piece.view_as_mapped(rows[destination.piece.source_box(box).relative_to(part.rows).slices()])
-
-    def _view(self, part: ReadRange, destination: Destination) -> Tensor | None:
-        """Return the elements of this rank's shard that a part writes, or None if there are none."""
-        me = self._group.index
-        box, own_box = destination.in_target(part.rows, me), destination.target.shard_map.boxes[me]
-        if box is None or own_box is None:
-            return None
-        return self._local[destination.number].view(own_box.shape)[box.relative_to(own_box).slices()]
-
-    def _write(self, part: ReadRange, rows: Tensor, destination: Destination) -> None:
-        if isinstance(part.source, FileTensor):
-            found = destination.piece.mapped_box(part.rows)
-            self._bytes_used += 0 if found is None else found.numel * rows.itemsize
-        box, view = destination.in_target(part.rows, self._group.index), self._view(part, destination)
-        if box is not None and view is not None:
-            view.copy_(self._values_for(part, rows, destination, box), non_blocking=True)
-
-
-def _nothing() -> None:
-    """Do nothing: there is no batch to write before the first one."""

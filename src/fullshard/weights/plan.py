@@ -1,226 +1,260 @@
-"""Plan a load: which rank reads which bytes of which file, and into which shards they go.
+"""Plan a load or a save: which rank reads or writes which rows of which file, and which ranks exchange them.
 
-The planner is pure and computes equal rounds on all ranks. If one rank needs rows of a source, it reads them itself. If several
-ranks need them (replicas, tensor parallelism, shards along a dim other than 0), each of these ranks reads an equal part, and
-they exchange the parts in rounds, so that no byte is read twice.
+Both have the same plan. Boxes of tensors in files are boxes of tensors of the model, which ranks store. Rows of the file that
+one rank stores alone are read or written by this rank. Other rows (of replicas, tensor parallelism, shards along a dim other
+than 0) are divided in equal parts among the ranks that store elements of them. These ranks exchange the elements in rounds,
+after the read or before the write, so that no byte is read or written twice.
+
+Planning is pure, and computes equal rounds on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from math import prod
+from itertools import pairwise
+from typing import Any
 
-from fullshard.weights.boxes import Box, ModelTensor, merge_row_ranges
+from fullshard.weights.boxes import Box, ModelTensor, ShardMap, merge_row_ranges
+from fullshard.weights.exchange import padded
 from fullshard.weights.headers import FileTensor
-from fullshard.weights.key_map import ComputedTensor, MappedTensor, Source, SourcePiece
-from fullshard.weights.rounds import Round, RowRange, in_rounds, padded, shares
+from fullshard.weights.key_map import ComputedTensor, MappedTensor, SourcePiece
+
+InFiles = FileTensor | ComputedTensor
+"""A tensor in a file, or one that is computed from tensors in files."""
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """A target tensor that a piece of a source is loaded into."""
+class Link:
+    """Equal boxes of a tensor in files and of a tensor of the model."""
 
-    number: int  # index of the target in the plan
     target: ModelTensor
-    piece: SourcePiece
-
-    def needs(self, rows: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Yield (box of the target that `rows` of the source fill, ranks that have the box in their shard)."""
-        at = self.piece.mapped_box(rows)
-        return iter(()) if at is None else self.target.shard_map.owners(at)
-
-    def in_target(self, rows: Box, rank: int) -> Box | None:
-        """Return the box of the target in the shard of `rank` that `rows` of the source fill; None if there is none."""
-        owned = self.target.shard_map.boxes[rank]
-        found = None if owned is None else self.piece.mapped_box(rows)
-        return None if owned is None or found is None else found.intersect(owned)
+    piece: SourcePiece  # from the tensor in files (`source`) to `target`
 
 
 @dataclass(frozen=True, slots=True)
-class ReadRange:
-    """Rows of a source that one rank reads or computes."""
+class Part:
+    """Rows of a tensor in files that one rank reads, computes or writes, also for other ranks."""
 
-    source: Source
-    rows: Box  # part of the source, whole rows
-    reader: int  # the rank
-    destinations: tuple[Destination, ...]  # all destinations of the source, or one if only that one needs the rows
+    source: InFiles
+    links: tuple[Link, ...]  # all of the source
+    rows: Box  # whole rows
+    worker: int  # the rank that reads or writes the rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows."""
         return self.rows.numel * self.source.dtype.itemsize
 
+    def boxes(self, rank: int | None = None) -> Iterator[tuple[Link, Box, tuple[int, ...]]]:
+        """Yield (link, box of its target that is in these rows, ranks that store the box); with `rank`, only its own boxes."""
+        for link in self.links:
+            at = link.piece.mapped_box(self.rows)
+            if at is not None:
+                yield from ((link, box, ranks) for box, ranks in link.target.shard_map.owners(at, rank))
+
+
+def partners(ranks: Sequence[int], worker: int, *, saving: bool) -> Sequence[int]:
+    """Return the ranks among those that store a box with which the worker exchanges it: all in a load, one in a save."""
+    return ranks if not saving else [worker if worker in ranks else ranks[worker % len(ranks)]]
+
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """The reads of one rank."""
+class Round:
+    """Parts that are read or written together."""
 
-    own: tuple[ReadRange, ...]  # read for this rank alone
-    rounds: tuple[Round[ReadRange], ...] = ()  # read and exchanged with other ranks; every rank has the same number of rounds
+    parts: tuple[Part, ...]  # those in which this rank takes part
+    exchanged: bool  # whether any ranks exchange data, which makes the round collective
 
-    def files(self, rank: int) -> list[str]:
-        """Return the files that this rank reads, sorted."""
-        shared = (part.source for exchange_round in self.rounds for part in exchange_round.parts if part.reader == rank)
-        return sorted({file for source in (*(part.source for part in self.own), *shared) for file in _files_of(source)})
 
-    def nbytes(self, rank: int) -> int:
-        """Return the number of bytes that this rank reads from files."""
-        shared = (part for exchange_round in self.rounds for part in exchange_round.parts if part.reader == rank)
-        total, last = 0, None
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The reads or writes of one rank."""
+
+    rank: int
+    own: tuple[Part, ...]  # read or written for this rank alone
+    rounds: tuple[Round, ...]  # every rank has the same number of rounds, because an exchange is collective
+
+    def transfers(self) -> Iterator[tuple[FileTensor, Box]]:
+        """Yield the rows that this rank reads from files or writes to files. Computed tensors count as their inputs."""
+        shared = (part for one in self.rounds for part in one.parts if part.worker == self.rank)
+        last = None
         for part in (*self.own, *shared):
             if isinstance(part.source, FileTensor):
-                total += part.nbytes
+                yield part.source, part.rows
             elif part.source is not last:  # a computed tensor is cached until the next one, so its inputs are read once
-                total, last = total + _bytes_read_for(part.source), part.source
-        return total
+                last = part.source
+                yield from plan_inputs(last).transfers()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank reads from files or writes to files."""
+        return sum(rows.numel * tensor.dtype.itemsize for tensor, rows in self.transfers())
 
-def _bytes_read_for(source: Source) -> int:
-    """Return the bytes to read for a whole source, including the inputs of computed tensors."""
-    if isinstance(source, FileTensor):
-        return source.nbytes
-    inputs = source.inputs if isinstance(source, ComputedTensor) else ()
-    return sum(_bytes_read_for(piece.source) for mapped in inputs for piece in mapped.pieces)
-
-
-def _files_of(source: Source) -> Iterator[str]:
-    if isinstance(source, FileTensor):
-        yield source.file
-    elif isinstance(source, ComputedTensor):
-        for piece in (piece for mapped in source.inputs for piece in mapped.pieces):
-            yield from _files_of(piece.source)
+    @property
+    def files(self) -> list[str]:
+        """The files that this rank reads or writes, sorted."""
+        return sorted({tensor.file for tensor, _ in self.transfers()})
 
 
 def plan_load(
     targets: Sequence[tuple[ModelTensor, MappedTensor]], *, rank: int, ranks: int, limit: int, exchanges: bool = True
-) -> LoadPlan:
-    """Plan the reads of one rank. A round needs at most `limit` bytes on a rank, more for a single row.
+) -> Plan:
+    """Plan the reads of one rank. A round needs at most `limit` bytes on a rank for each purpose, more for a single row.
 
     With `exchanges`, rows that several ranks need are read once. Otherwise every rank reads them, and only computed tensors are
     sent.
     """
-    destinations: dict[Source, list[Destination]] = {}
-    for number, (target, mapped) in enumerate(targets):
+    found: dict[InFiles, list[Link]] = {}
+    for target, mapped in targets:
         for piece in mapped.pieces:
-            destinations.setdefault(piece.source, []).append(Destination(number, target, piece))
-    own: list[ReadRange] = []
-    shared: list[tuple[RowRange, Callable[[RowRange], ReadRange]]] = []
-    row_ranges: dict[object, list[RowRange]] = {}
+            assert not isinstance(piece.source, ModelTensor)
+            found.setdefault(piece.source, []).append(Link(target, piece))
+
+    def file_order(item: tuple[InFiles, Any]) -> tuple[str, int]:
+        source = item[0]
+        return (source.file, source.offset) if isinstance(source, FileTensor) else ("\uffff", 0)  # computed ones come last
+
+    return _plan(sorted(found.items(), key=file_order), rank=rank, ranks=ranks, limit=limit, saving=False, exchanges=exchanges)
+
+
+def plan_inputs(source: ComputedTensor) -> Plan:
+    """Plan to read the whole inputs of a function on one rank. The names of the targets are the numbers of the inputs."""
+    whole = [
+        ModelTensor(str(number), one.dtype, one.shape, ShardMap(one.shape, (Box.whole(one.shape),)))
+        for number, one in enumerate(source.inputs)
+    ]
+    return plan_load(list(zip(whole, source.inputs)), rank=0, ranks=1, limit=sys.maxsize)
+
+
+def plan_save(outputs: Sequence[tuple[FileTensor, MappedTensor]], *, rank: int, ranks: int, limit: int) -> Plan:
+    """Plan the writes of one rank. `limit` is as for `plan_load`."""
+    tensors: list[tuple[InFiles, list[Link]]] = [
+        (output, [Link(piece.source, piece.inverse(output)) for piece in mapped.pieces])  # type: ignore[arg-type]
+        for output, mapped in outputs
+    ]
+    return _plan(tensors, rank=rank, ranks=ranks, limit=limit, saving=True, exchanges=True)
+
+
+# --- rows of each rank ---
+
+Load = tuple[str, int]
+"""Purpose of bytes ("rows", "send" or "receive"), and rank: a round limits the bytes of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Rows that a round has as one part."""
+
+    rows: Box
+    worker: int
+    loads: tuple[tuple[Load, int], ...]  # bytes of these rows, by purpose and rank
+    ranks: frozenset[int]  # all ranks with a load
+
+
+def _plan(
+    tensors: Iterable[tuple[InFiles, list[Link]]], *, rank: int, ranks: int, limit: int, saving: bool, exchanges: bool
+) -> Plan:
+    own: list[Part] = []
+    shared: list[tuple[InFiles, tuple[Link, ...], _Shared]] = []
+    # By geometry, which the weights of all layers share: rows of each rank alone, and rows of several.
+    divided: dict[object, tuple[dict[int, list[Box]], list[_Shared]]] = {}
     computing = [0] * ranks  # bytes of computed tensors assigned to each rank so far
-    for source, found in sorted(destinations.items(), key=lambda item: _file_order(item[0])):
-        source_destinations = tuple(found)
-        make = partial(_read_range, source, source_destinations)
+    for source, found in tensors:
+        links = tuple(found)
         if isinstance(source, ComputedTensor):
             # Balance the work; the lowest rank wins a tie, so that all ranks choose the same one.
-            reader = min(range(ranks), key=lambda one: (computing[one], one))
-            computing[reader] += source.nbytes
-            shared += [(row_range, make) for row_range in _computed_rows(source, source_destinations, reader, limit)]
+            worker = computing.index(min(computing))
+            computing[worker] += source.nbytes
+            shared += [(source, links, one) for one in _divide_computed(source, links, worker, limit)]
             continue
-        assert isinstance(source, FileTensor)
-        if all(_is_unshared(destination) for destination in source_destinations):
-            own += _own_reads(source, source_destinations, rank)
-        elif exchanges:
-            # Tensors with equal geometry, such as the weights of all layers, are planned once.
-            key = source.shape, source.dtype, *map(_geometry_key, source_destinations)
-            if key not in row_ranges:
-                row_ranges[key] = list(_shared_rows(source, source_destinations, limit))
-            shared += [(row_range, make) for row_range in row_ranges[key]]
-        else:
-            own += _whole_row_reads(source, source_destinations, rank)
-    return LoadPlan(tuple(own), tuple(in_rounds(shared, rank=rank, limit=limit)))
+        # Everything that decides which rank stores which rows: all except names.
+        stored = [(id(link.target.shard_map), link.target.dtype, link.piece.geometry) for link in links]
+        key = source.shape, source.dtype, *stored
+        if key not in divided:
+            divided[key] = _divide(source, links, limit, saving=saving, exchanges=exchanges)
+        alone, several = divided[key]
+        own += [Part(source, links, rows, rank) for rows in alone.get(rank, ())]
+        shared += [(source, links, one) for one in several]
+    return Plan(rank, tuple(own), tuple(_in_rounds(shared, rank=rank, limit=limit)))
 
 
-def _read_range(source: Source, destinations: tuple[Destination, ...], row_range: RowRange) -> ReadRange:
-    return ReadRange(source, row_range.rows, row_range.worker, destinations)
-
-
-def _geometry_key(destination: Destination) -> object:
-    """Return everything that decides which rank needs which rows: all except names."""
-    return id(destination.target.shard_map), destination.target.dtype, destination.piece.geometry
-
-
-def _file_order(source: Source) -> tuple[str, int, str]:
-    """Return a sort key: tensors in the order of files and offsets, then computed tensors."""
-    return (source.file, source.offset, source.name) if isinstance(source, FileTensor) else ("\uffff", 0, source.name)
-
-
-def _rows_of(box: Box, shape: Sequence[int]) -> Box:
-    """Extend a box of a tensor to whole rows."""
-    return Box((box.start[0], *(0 for _ in shape[1:])), (box.shape[0], *shape[1:])) if shape else box
-
-
-def _is_unshared(destination: Destination) -> bool:
-    """Return True if each rank needs whole rows of the source, and no two ranks need the same row."""
-    piece, shape = destination.piece, destination.piece.source.shape
-    kept = [dim for dim in piece.dims if dim is not None]
-    sizes = {dim: piece.at.shape[at] for at, dim in enumerate(piece.dims) if dim is not None}
-    # If dim 0 of the source is dim 0 of the target, ranks split its rows. Otherwise one row of the target has the whole source.
-    first = 1 if piece.dims and piece.dims[0] == 0 else 0
-    return (
-        destination.target.shard_map.is_sharded_by_rows
-        and kept == list(range(len(shape)))
-        and all(sizes[dim] == shape[dim] for dim in range(first, len(shape)))
-    )
-
-
-def _own_reads(source: FileTensor, destinations: tuple[Destination, ...], rank: int) -> Iterator[ReadRange]:
-    """Yield the rows that fill the shards of `rank`, one range per destination."""
-    for destination in destinations:
-        owned = destination.target.shard_map.boxes[rank]
-        box = None if owned is None else destination.piece.at.intersect(owned)
-        if box is not None:
-            yield ReadRange(source, destination.piece.source_box(box), rank, (destination,))
-
-
-def _whole_row_reads(source: FileTensor, destinations: tuple[Destination, ...], rank: int) -> Iterator[ReadRange]:
-    """Yield whole rows that contain the shards of `rank`; other ranks read the same rows."""
-    for destination in destinations:
-        owned = destination.target.shard_map.boxes[rank]
-        box = None if owned is None else destination.piece.at.intersect(owned)
-        if box is not None:
-            yield ReadRange(source, _rows_of(destination.piece.source_box(box), source.shape), rank, (destination,))
-
-
-def _shared_rows(source: FileTensor, destinations: tuple[Destination, ...], limit: int) -> Iterator[RowRange]:
-    """Yield the rows that several ranks need. Each run of rows with equal owners is split into equal parts, one per owner."""
-    needs: list[tuple[int, int, tuple[int, ...]]] = []  # (first row, last row, ranks)
-    largest = 0  # elements of the largest box that one rank needs
-    for destination in destinations:
-        for box, ranks in destination.target.shard_map.owners(destination.piece.at):
-            inner = destination.piece.source_box(box)
-            needs.append((inner.start[0], inner.stop[0], ranks) if source.shape else (0, 1, ranks))
+def _divide(
+    source: FileTensor, links: tuple[Link, ...], limit: int, *, saving: bool, exchanges: bool
+) -> tuple[dict[int, list[Box]], list[_Shared]]:
+    """Return the rows that each rank reads or writes for itself, and those that ranks exchange."""
+    ranges: list[tuple[int, int, tuple[int, ...]]] = []  # (first row, last row, ranks)
+    largest = 1  # elements of the largest box that one rank stores
+    for link in links:
+        for box, ranks in link.target.shard_map.owners(link.piece.at):
+            rows = link.piece.source_box(box)
+            ranges.append((rows.start[0], rows.stop[0], ranks) if source.shape else (0, 1, ranks))
             largest = max(largest, box.numel)
-    numel = prod(source.shape)
-    row = source.nbytes // max(1, source.shape[0] if source.shape else 1)
-    max_rows = max(1, limit * numel // max(1, largest * row)) if row else 1  # so many rows fit into `limit` on every rank
-    for first, last, owners in merge_row_ranges(needs):
-        for reader, begin, end in shares(first, last, owners, max(1, max_rows // len(owners))):
-            yield _row_range(source, destinations, Box.of_rows(source.shape, begin, end), reader)
-
-
-def _computed_rows(
-    source: ComputedTensor, destinations: tuple[Destination, ...], reader: int, limit: int
-) -> Iterator[RowRange]:
     length = source.shape[0] if source.shape else 1
-    ranks_of_boxes = (one for destination in destinations for one in destination.target.shard_map.ranks_by_box.values())
-    copies = max(map(len, ranks_of_boxes), default=1)  # copies of the tensor that the reader sends, at most
-    max_rows = max(1, limit * length // max(1, source.nbytes * copies))
-    for begin in range(0, length, max_rows):
-        yield _row_range(source, destinations, Box.of_rows(source.shape, begin, min(length, begin + max_rows)), reader)
+    most = limit * length // (largest * source.dtype.itemsize)  # so many rows need up to `limit` bytes on every rank
+    alone: dict[int, list[Box]] = {}
+    several: list[_Shared] = []
+    for first, last, owners in merge_row_ranges(ranges):
+        if exchanges and len(owners) > 1:
+            for worker, begin, end in _shares(first, last, owners, max(1, most // len(owners))):
+                several.append(_shared(Part(source, links, Box.of_rows(source.shape, begin, end), worker), saving=saving))
+        else:
+            for owner in owners:
+                alone.setdefault(owner, []).append(Box.of_rows(source.shape, first, last))
+    return alone, several
 
 
-def _row_range(source: Source, destinations: tuple[Destination, ...], rows: Box, reader: int) -> RowRange:
-    """Return rows with their loads: bytes that the reader reads, bytes that it sends, and bytes that each rank needs."""
-    loads = {("read", reader): padded(rows.numel * source.dtype.itemsize)}
-    sent = 0
-    for destination in destinations:
-        for box, ranks in destination.needs(rows):
-            nbytes = padded(box.numel * destination.target.dtype.itemsize)
-            sent += nbytes * (len(ranks) - (reader in ranks))
-            for rank in ranks:
-                loads["need", rank] = loads.get(("need", rank), 0) + nbytes
-    if sent:
-        loads["send", reader] = sent
-    return RowRange.of(rows, reader, loads)
+def _shares(first: int, last: int, ranks: Sequence[int], step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, first row, row after the last one): an equal part of the rows for each rank, in steps in turn.
+
+    So every round has work for all of these ranks.
+    """
+    count = len(ranks)
+    bounds = [first + (last - first) * index // count for index in range(count + 1)]
+    for at in range(0, -(-(last - first) // count), step):
+        for rank, (begin, end) in zip(ranks, pairwise(bounds)):
+            if begin + at < end:
+                yield rank, begin + at, min(end, begin + at + step)
+
+
+def _divide_computed(source: ComputedTensor, links: tuple[Link, ...], worker: int, limit: int) -> Iterator[_Shared]:
+    length = source.shape[0] if source.shape else 1
+    replicas = (len(ranks) for link in links for ranks in link.target.shard_map.ranks_by_box.values())
+    copies = max(replicas, default=1)  # of the tensor that the worker sends, at most
+    step = max(1, limit * length // max(1, source.nbytes * copies))
+    for begin in range(0, length, step):
+        rows = Box.of_rows(source.shape, begin, min(length, begin + step))
+        yield _shared(Part(source, links, rows, worker), saving=False)
+
+
+def _shared(part: Part, *, saving: bool) -> _Shared:
+    """Return the rows of a part with the bytes that they need on each rank."""
+    loads = Counter[Load]({("rows", part.worker): padded(part.nbytes)})
+    for link, box, ranks in part.boxes():
+        nbytes = padded(box.numel * (part.source if saving else link.target).dtype.itemsize)
+        for other in partners(ranks, part.worker, saving=saving):
+            if other != part.worker:
+                sender, receiver = (other, part.worker) if saving else (part.worker, other)
+                loads["send", sender] += nbytes
+                loads["receive", receiver] += nbytes
+    return _Shared(part.rows, part.worker, tuple(loads.items()), frozenset(rank for _, rank in loads))
+
+
+def _in_rounds(shared: Iterable[tuple[InFiles, tuple[Link, ...], _Shared]], *, rank: int, limit: int) -> Iterator[Round]:
+    """Batch rows so that no load of any rank exceeds `limit` bytes per round. Larger single rows get their own round."""
+    # Every rank walks the rows of all ranks, so that all ranks make the same rounds.
+    parts: list[Part] = []
+    totals = Counter[Load]()
+    exchanged = False
+    for source, links, one in shared:
+        if totals and any(totals[load] + nbytes > limit for load, nbytes in one.loads):
+            yield Round(tuple(parts), exchanged)
+            parts, totals, exchanged = [], Counter(), False
+        totals.update(dict(one.loads))
+        exchanged = exchanged or len(one.ranks) > 1
+        if rank in one.ranks:
+            parts.append(Part(source, links, one.rows, one.worker))
+    if totals:
+        yield Round(tuple(parts), exchanged)

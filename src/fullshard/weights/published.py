@@ -101,7 +101,13 @@ def _rules_of(converter: Any) -> list[Rule]:
     Intermediate tensors get names with `__step`, which no model has.
     """
     sources, targets = list(converter.source_patterns), list(converter.target_patterns)
-    prefix_pattern = _name_prefix_pattern(converter)
+    # The text before the name, as one group; conversions of a submodule match only inside of it.
+    prefix_pattern = "(.*?)"
+    if converter.scope_prefix is not None:
+        base, scope = (
+            f"{re.escape(part)}[.]" if part else "" for part in (converter.base_model_prefix, converter.scope_prefix)
+        )
+        prefix_pattern = f"((?:{base})?{scope}.*?)"
     rules: list[Rule] = []
     last = len(converter.operations) - 1
     for number, operation in enumerate(converter.operations):
@@ -121,18 +127,10 @@ def _rules_of(converter: Any) -> list[Rule]:
     return rules
 
 
-def _name_prefix_pattern(converter: Any) -> str:
-    """Return a pattern for the text before the name, as one group; conversions of a submodule match only inside of it."""
-    if converter.scope_prefix is None:
-        return "(.*?)"
-    base, scope = (f"{re.escape(part)}[.]" if part else "" for part in (converter.base_model_prefix, converter.scope_prefix))
-    return f"((?:{base})?{scope}.*?)"
-
-
 def _operation_rules(kind: str, operation: Any, prefix_pattern: str, sources: Sequence[str], outs: Sequence[str]) -> list[Rule]:
     """Return the rules of one operation from `sources` to `outs`."""
     # The groups of a pattern: the prefix, the number in the place of a star if there is one, and the suffix.
-    patterns = [prefix_pattern + _name_pattern(source) + _name_suffix_pattern(source) for source in sources]
+    patterns = [prefix_pattern + _name_pattern(source) for source in sources]
     if kind == "MergeModulelist":
         return [Stack(source, _target_name(out, 3), optional=True) for source, out in zip(patterns, outs)]
     if kind == "SplitModulelist":
@@ -146,14 +144,13 @@ def _operation_rules(kind: str, operation: Any, prefix_pattern: str, sources: Se
 
 
 def _name_pattern(source: str) -> str:
-    """Convert a pattern of transformers to a regular expression: a star matches a number, a dot matches itself."""
+    """Convert a pattern of transformers to a regular expression: a star matches a number, a dot matches itself.
+
+    The text after the name is one group, which begins at the end of a word.
+    """
     plain = source.replace("\\.", ".").removeprefix("^")
-    return "([0-9]+)".join(re.escape(part) for part in plain.split("*"))
-
-
-def _name_suffix_pattern(source: str) -> str:
-    """Return a pattern for the text after the name, as one group, so that the name ends at the end of a word."""
-    return r"((?!\w).*)" if source[-1:].isalnum() else "(.*)"
+    name = "([0-9]+)".join(re.escape(part) for part in plain.split("*"))
+    return name + (r"((?!\w).*)" if source[-1:].isalnum() else "(.*)")
 
 
 def _target_name(target: str, end: int) -> str:

@@ -9,7 +9,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
+class _MayMatchNothing:
+    optional: bool = field(default=False, kw_only=True, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(_MayMatchNothing):
     r"""Rename tensors by a regular expression.
 
     Args:
@@ -24,7 +29,6 @@ class Rename:
 
     pattern: str
     to: str
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class RenameBy:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(_MayMatchNothing):
     """Leave tensors out.
 
     Args:
@@ -58,11 +62,10 @@ class Drop:
     """
 
     pattern: str
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(_MayMatchNothing):
     """Leave out all other tensors, for example to save only adapters.
 
     Args:
@@ -76,11 +79,10 @@ class Keep:
     """
 
     pattern: str
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
+class Merge(_MayMatchNothing):
     r"""Concatenate several tensors along a dim.
 
     Args:
@@ -96,11 +98,10 @@ class Merge:
     sources: Sequence[str]
     to: str
     dim: int = 0
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(_MayMatchNothing):
     r"""Split a tensor into several along a dim.
 
     Args:
@@ -119,11 +120,10 @@ class Split:
     to: Sequence[str]
     dim: int = 0
     sizes: Sequence[int] | None = None
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(_MayMatchNothing):
     r"""Stack tensors of equal shapes along a new first dim, for example the weights of experts.
 
     Args:
@@ -139,11 +139,10 @@ class Stack:
 
     source: str
     to: str
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack:
+class Unstack(_MayMatchNothing):
     r"""Take a tensor apart along its first dim, for example the weights of experts: the inverse of `Stack`.
 
     When a checkpoint is saved, the parts are written to one file, as `save_pretrained` does.
@@ -160,11 +159,10 @@ class Unstack:
 
     source: str
     to: str
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(_MayMatchNothing):
     """Transpose two dims.
 
     Args:
@@ -181,11 +179,10 @@ class Transpose:
 
     pattern: str
     dims: tuple[int, int] = (0, 1)
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Convert:
+class Convert(_MayMatchNothing):
     r"""Compute a tensor from one or several whole tensors, for example to dequantize a weight.
 
     Use it for conversions that the other rules, which only move rectangular parts of tensors, cannot express.
@@ -207,7 +204,6 @@ class Convert:
     sources: Sequence[str]
     to: str
     function: Callable[..., Tensor] = field(repr=False)
-    optional: bool = field(default=False, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +218,7 @@ class Sort:
     """
 
 
-# A new rule is an entry here and in `__all__` of weights/__init__.py, in `_patterns` and `_apply` of key_map.py,
+# A new rule is an entry here and in `__all__` of weights/__init__.py, in `_count_matches` and `_apply` of key_map.py,
 # and in docs/weights.md and docs/api/weights.md (docstrings elsewhere name rules as examples only). `_check` checks the fields
 # `pattern`, `source`, `sources`, `to`, `dim` and `dims`, by these names; a field with another name needs a line there. A rule
 # maps boxes to boxes. If boxes cannot express it, `SourcePiece` gets a field, which is part of its `geometry`; callers of

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fullshard.core import Agreement, Ranks
 from fullshard.errors import check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreRankGroup, join_saves
 from fullshard.weights.commit import Extra, Replacement, new_token
 from fullshard.weights.ema import EMA
-from fullshard.weights.exchange import Exchange, Receive, Send, StagingBuffer
 from fullshard.weights.headers import SINGLE, FileTensor
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, map_keys
-from fullshard.weights.layout import CheckpointLayout, lay_out_mapped
-from fullshard.weights.rounds import Round, batches
-from fullshard.weights.save_plan import RowSource, SavePlan, WriteRange, plan_save
+from fullshard.weights.layout import CheckpointLayout, lay_out
+from fullshard.weights.moving import RowWriter
+from fullshard.weights.plan import plan_save
 from fullshard.weights.steps import Steps
-from fullshard.weights.targets import ModelTensors, from_first_rank, reshard_for, tensors_of, with_values
-from fullshard.weights.transfer import Progress, Transfer, Writer, check_progress, with_total
+from fullshard.weights.targets import ModelTensors, from_first_rank, tensors_of, with_values
+from fullshard.weights.transfer import Progress, Writer, check_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +188,19 @@ def save_weights(
             )
         return None if step is None else Steps(directory, step, keep)
 
-    tensors = tensors_of(model, prepare=reshard_for("save_weights()"))
+    tensors = tensors_of(model, prepare=lambda unit: unit.reshard(doing="save_weights()"))
     steps = tensors.agreement("save_weights()").run(checked_steps)
     if weights is not None:
         tensors = with_values(tensors, weights.values())
     tensors = from_first_rank(tensors)
     group = tensors.agreement("save_weights()")
     group.run(join_saves)
-    group.run(lambda: check_values(model, tensors.units, "save_weights()"))
+    check_values(model, tensors, "save_weights()")
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
     group.run(lambda: tensors.check_copies(group))
-    options = repr((buffer_bytes, weights is not None, each_rank is not None, background, step, keep)).encode()
-    if not group.all_equal(_fingerprint(layout, outputs) + options):
+    pieces = [[(p.source.name, p.geometry) for p in mapped.pieces] for _, mapped in outputs]
+    options = buffer_bytes, weights is not None, each_rank is not None, background, step, keep
+    if not group.all_equal(repr((layout, pieces, options)).encode("utf-8", "backslashreplace")):
         raise ValueError(
             "One of key_map, dtype, max_shard_bytes, filename, buffer_bytes, weights, each_rank, background, step and keep "
             "differs between ranks. Pass the same on all ranks."
@@ -211,27 +209,69 @@ def save_weights(
     plan = plan_save(outputs, rank=tensors.index, ranks=len(tensors.ranks), limit=limit)
     where = directory if steps is None else steps.directory
     token = group.first_rank_bytes(group.run(lambda: new_token(where)).encode()).decode()
-    replacement = Replacement(where, token, filename)
-    writer = Writer(replacement.path, threads=threads, on_progress=with_total(progress, plan.nbytes(tensors.index)))
-    save = _Save(group, tensors, layout, replacement, steps, began, writer, limit=limit, in_background=background)
+    replacement, is_first = Replacement(where, token, filename), group.index == 0
+    writer = Writer(replacement.path, threads=threads, progress=progress, total=plan.nbytes)
+    local = {entry.target.name: entry.local for entry in tensors.entries}
+    rows = RowWriter(group, local, writer, limit, in_background=background)
     # All ranks connect before any of them continues, because connecting to a store whose process has ended blocks for minutes.
     connect = partial(StoreRankGroup, token, group.index, len(group.ranks))
     store_group = group.run(connect) if background else None
+
+    def prepare() -> None:
+        if is_first:
+            if steps is not None:
+                steps.check()
+            replacement.prepare(layout)
+
+    def check_shared() -> None:
+        if not replacement.path.is_dir():
+            raise ValueError(
+                f"save_weights(): this rank does not see what the first rank writes, {replacement.path}. Pass the same "
+                "directory on all ranks, on a file system that they share."
+            )
+
+    def commit() -> None:
+        if is_first:
+            replacement.commit()
+            if steps is not None:
+                steps.publish()
+
+    def discard() -> None:
+        writer.close()
+        if is_first:
+            replacement.discard()
+
+    def finish() -> Saved:
+        """Finish the writes, sync them to disk and move the checkpoint into place. Collective."""
+        try:
+            for work in (writer.finish, writer.sync, commit):
+                (store_group or group).run(work)
+        except BaseException:
+            discard()
+            raise
+        finally:
+            if store_group is not None:
+                store_group.close()
+        writer.close()
+        files = tuple(replacement.name_in_place(file.name) for file in layout.files)
+        seconds = time.perf_counter() - began
+        return Saved(writer.done, rows.exchange.sent, seconds, files, str(replacement.directory), replacement.others)
+
     try:
-        group.run(save.prepare)
-        group.run(save.check_shared)
-        save.run(plan)
-        group.run(lambda: save.add_extra(extra))
+        group.run(prepare)
+        group.run(check_shared)
+        rows.run(plan)
+        group.run(lambda: replacement.add(extra if is_first else None))
         if each_rank is not None:
-            group.run(lambda: save.add_rank_files(each_rank))
+            group.run(lambda: replacement.add(each_rank, "each_rank"))
         if store_group is None:
-            return save.finish(group)
+            return finish()
     except BaseException:
-        save.discard()
+        discard()
         if store_group is not None:
             store_group.abandon()
         raise
-    return Saving(save.replacement.directory, partial(save.finish_in_background, store_group))
+    return Saving(replacement.directory, finish)
 
 
 def _outputs(
@@ -247,217 +287,5 @@ def _outputs(
             )
     if tensors.entries and not mapped:
         raise ValueError("key_map leaves no tensor to save: its rules drop all names, or its function returned None for all.")
-    parameters = sum(entry.target.nbytes // entry.target.dtype.itemsize for entry in tensors.entries if entry.is_parameter)
-    return lay_out_mapped(mapped, dtype, max_shard_bytes=max_shard_bytes, parameters=parameters, name=filename)
-
-
-def _fingerprint(layout: CheckpointLayout, outputs: list[tuple[FileTensor, MappedTensor]]) -> bytes:
-    """Return a description of the files and their tensors, which must be equal on all ranks."""
-    pieces = [[(p.source.name, p.geometry) for p in mapped.pieces] for _, mapped in outputs]
-    return repr((layout, pieces)).encode("utf-8", "backslashreplace")
-
-
-class _Save:
-    """Collects, exchanges and writes the rows of one save.
-
-    For complete rows of this rank, the buffer (`buffer_bytes`) has two halves: one is written to the files while the other is
-    filled. Rows that are divided between ranks are exchanged in rounds. For these it has four quarters: rows that are being
-    filled, rows that are being written, rows to send, and rows to receive.
-    """
-
-    def __init__(
-        self,
-        group: Agreement,
-        tensors: ModelTensors,
-        layout: CheckpointLayout,
-        replacement: Replacement,
-        steps: Steps | None,
-        began: float,
-        writer: Writer,
-        *,
-        limit: int,
-        in_background: bool,
-    ) -> None:
-        """Prepare to save, without writing anything."""
-        self._group, self._layout, self._limit, self._began, self._in_background = group, layout, limit, began, in_background
-        self._local = {entry.target.name: entry.local for entry in tensors.entries}
-        self._is_first = group.index == 0
-        self._pinned = any(local.device.type != "cpu" for local in self._local.values())
-        self._exchange = Exchange(group)
-        self._background_writes: list[Transfer] = []  # started by `_end_run`
-        self.replacement, self._steps = replacement, steps
-        self.writer = writer
-
-    def prepare(self) -> None:
-        """Create the files, on the first rank."""
-        if self._is_first:
-            if self._steps is not None:
-                self._steps.check()
-            self.replacement.prepare(self._layout)
-
-    def check_shared(self) -> None:
-        """Raise ValueError if this rank does not see the directory that the first rank has made."""
-        if not self.replacement.path.is_dir():
-            raise ValueError(
-                f"save_weights(): this rank does not see what the first rank writes, {self.replacement.path}. Pass the same "
-                "directory on all ranks, on a file system that they share."
-            )
-
-    @torch.no_grad()
-    def run(self, plan: SavePlan) -> None:
-        """Write the rows of a plan; in the background, copy the rows and start the writes. Collective."""
-        self._group.run(lambda: self._write_own(plan.own))
-        staging_buffers = self._staging_buffers()
-        for number, exchange_round in enumerate(plan.rounds):
-            self._run_round(exchange_round, staging_buffers[number % 2])
-        self._group.run(self._end_run)
-
-    def _end_run(self) -> None:
-        if self._pinned:
-            torch.accelerator.synchronize()  # the writer threads must not read host memory before the copies complete
-        if self._in_background:
-            self.writer.begin(self._background_writes)
-        else:
-            self.writer.finish()
-        self._background_writes, self._local = [], {}  # do not keep the shards alive during a background save
-
-    def add_extra(self, extra: Extra | None) -> None:
-        """Add the files of the argument `extra`, on the first rank."""
-        if self._is_first:
-            self.replacement.add(extra)
-
-    def add_rank_files(self, write: Callable[[Path], object]) -> None:
-        """Call `write` with the path of the temporary directory, and sync all files except the weights to disk."""
-        before = self.replacement.weights()
-        write(self.replacement.path)
-        self.replacement.check_weights(before, "each_rank")
-        self.replacement.sync_others()
-
-    def finish(self, group: Ranks) -> Saved:
-        """Finish the writes, sync them to disk and move the checkpoint into place. Collective."""
-        try:
-            group.run(self.writer.finish)
-            group.run(self.writer.sync)
-            group.run(self._commit)
-        except BaseException:
-            self.discard()
-            raise
-        self.writer.close()
-        files = tuple(self.replacement.name_in_place(file.name) for file in self._layout.files)
-        seconds = time.perf_counter() - self._began
-        where, others = str(self.replacement.directory), self.replacement.others
-        return Saved(self.writer.done, self._exchange.sent, seconds, files, where, others)
-
-    def _commit(self) -> None:
-        if self._is_first:
-            self.replacement.commit()
-            if self._steps is not None:
-                self._steps.publish()
-
-    def finish_in_background(self, group: StoreRankGroup) -> Saved:
-        """Call `finish` in the thread of a background save."""
-        try:
-            return self.finish(group)
-        finally:
-            group.close()
-
-    def discard(self) -> None:
-        """Stop writing and remove the temporary directory."""
-        self.writer.close()
-        if self._is_first:
-            self.replacement.discard()
-
-    def _staging_buffers(self) -> list[StagingBuffer]:
-        return [StagingBuffer(torch.device("cpu"), pinned=self._pinned) for _ in range(2)]
-
-    def _rows(self, staging: StagingBuffer, parts: Sequence[WriteRange]) -> list[Tensor]:
-        """Return host memory for the rows of these parts."""
-        # A background save writes these rows after `run`, so they need memory that no later batch reuses.
-        if self._in_background:
-            options: dict[str, Any] = {"device": "cpu", "pin_memory": self._pinned}
-            return [torch.empty(part.rows.shape, dtype=part.output.dtype, **options) for part in parts]
-        return staging.take([(part.rows.shape, part.output.dtype) for part in parts])
-
-    def _begin(self, writes: Sequence[Transfer]) -> None:
-        """Wait for the previous writes, and start `writes`. They run while the caller fills the next rows.
-
-        A background save starts all writes at the end of `run`.
-        """
-        if self._in_background:
-            self._background_writes += writes
-        else:
-            self.writer.finish()
-            if self._pinned:
-                torch.accelerator.synchronize()  # copies from the device to these rows must complete before they are written
-            self.writer.begin(writes)
-
-    def _write_own(self, parts: Sequence[WriteRange]) -> None:
-        """Write rows that this rank has completely: straight from the shards where possible, the others through the buffer."""
-        straight: list[Transfer] = []
-        staged: list[WriteRange] = []
-        for part in parts:
-            # Training changes the shards during a background save, so it copies all rows.
-            memory = None if self._in_background else self._shard_memory(part)
-            if memory is None:
-                staged += [replace(part, rows=rows) for rows in part.rows.split_rows(part.nbytes, self._limit)]
-            else:
-                straight.append(_write(part, memory))
-        self._begin(straight)
-        staging_buffers = self._staging_buffers()
-        for number, batch in enumerate(batches(staged, 2 * self._limit, attrgetter("nbytes"))):
-            rows = self._rows(staging_buffers[number % 2], batch)
-            for part, into in zip(batch, rows):
-                self._fill(part, into, part.sources())
-            self._begin([_write(part, into) for part, into in zip(batch, rows)])
-        if not self._in_background:
-            self.writer.finish()
-
-    def _shard_memory(self, part: WriteRange) -> Tensor | None:
-        """Return the shard memory of the rows, or None if they must be cast, moved or assembled first."""
-        sources = list(part.sources())
-        if len(sources) != 1 or not sources[0].piece.keeps_order:
-            return None
-        value = self._value(sources[0])
-        # Conjugated and negated views have other values than their memory, and so have tensor subclasses.
-        as_in_memory = type(value) is Tensor and not (value.is_conj() or value.is_neg())
-        as_in_file = as_in_memory and value.is_contiguous() and value.device.type == "cpu" and value.dtype == part.output.dtype
-        return value if as_in_file and value.numel() == part.rows.numel else None
-
-    def _value(self, row_source: RowSource) -> Tensor:
-        """Return the values of a source as a view of this rank's shard, with the dims that the output has."""
-        source = row_source.piece.source
-        own_box = source.shard_map.boxes[self._group.index]  # type: ignore[union-attr]
-        assert own_box is not None
-        local = self._local[source.name].view(own_box.shape)
-        return row_source.piece.view_as_mapped(local[row_source.box.relative_to(own_box).slices()])
-
-    def _fill(self, part: WriteRange, rows: Tensor, sources: Iterable[RowSource]) -> None:
-        """Copy sources from the shards of this rank into `rows`, the memory of a part's rows, and cast them."""
-        # `at` of a source is the box in the output; `box` has the same elements in the tensor of the model.
-        for row_source in sources:
-            into = rows[row_source.at.relative_to(part.rows).slices()]
-            into.copy_(self._value(row_source), non_blocking=self._pinned)
-
-    def _run_round(self, exchange_round: Round[WriteRange], staging: StagingBuffer) -> None:
-        """Send and receive parts of rows so that each writer has complete rows, and start to write the rows of this rank."""
-        me = self._group.index
-        mine = [part for part in exchange_round.parts if part.writer == me]
-        rows = {id(part): into for part, into in zip(mine, self._rows(staging, mine))}
-        sends: list[Send] = []
-        receives: list[Receive] = []
-        for part in exchange_round.parts:
-            for row_source in part.sources():
-                if row_source.rank == part.writer == me:
-                    self._fill(part, rows[id(part)], [row_source])
-                elif part.writer == me:
-                    into = rows[id(part)][row_source.at.relative_to(part.rows).slices()]
-                    receives.append(Receive(row_source.rank, into))
-                elif row_source.rank == me:
-                    sends.append(Send(part.writer, self._value(row_source), part.output.dtype))
-        if exchange_round.exchanged:  # equal on all ranks; False if every writer has its rows already
-            self._exchange.run(sends, receives)
-        self._group.run(lambda: self._begin([_write(part, rows[id(part)]) for part in mine]))
-
-
-def _write(part: WriteRange, rows: Tensor) -> Transfer:
-    return Transfer(part.output.file, part.output.offset_of(part.rows.start), rows)
+    parameters = sum(entry.target.numel for entry in tensors.entries if entry.is_parameter)
+    return lay_out(mapped, dtype, max_shard_bytes=max_shard_bytes, parameters=parameters, name=filename)

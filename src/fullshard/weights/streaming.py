@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -25,11 +25,11 @@ from fullshard.core import (
     group_class,
 )
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
-from fullshard.weights.allocating import check_values, has_marks
+from fullshard.weights.allocating import check_values
 from fullshard.weights.boxes import ModelTensor
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, cast_dtype, map_keys
-from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
+from fullshard.weights.targets import ModelEntry, tensors_of, with_values
 
 To = str | int | dist.ProcessGroup
 
@@ -85,24 +85,16 @@ def iter_full(
         raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
     check_bool("copy", copy)
     receives = _receives(to)
-
-    def prepare(unit: Unit) -> None:
-        unit.check_idle(doing="iter_full()")
-        unit.refresh()
-
-    tensors = tensors_of(model, prepare=prepare)
-    # Collective, so that all ranks raise if one of them has a tensor without values.
-    if has_marks(model, tensors.units):
-        tensors.agreement("iter_full()").run(lambda: check_values(model, tensors.units, "iter_full()"))
+    tensors = tensors_of(model, prepare=lambda unit: unit.check_idle(doing="iter_full()"))
+    check_values(model, tensors, "iter_full()")
     if weights is not None:
         tensors = with_values(tensors, weights.values())
     entries = {one.target.name: one for one in tensors.entries}
     mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
-    buckets = list(_buckets(mapped, bucket_bytes, dtype))
-    owners = _owners(tensors)
-    return _stream([_Bucket(outputs, entries, owners, dtype) for outputs in buckets], ahead=ahead, receives=receives, copy=copy)
+    buckets = _buckets(mapped, bucket_bytes, dtype)
+    return _stream(deque(_Bucket(outputs, entries, dtype) for outputs in buckets), ahead=ahead, receives=receives, copy=copy)
 
 
 def _receives(to: To) -> bool:
@@ -121,28 +113,27 @@ def _receives(to: To) -> bool:
     raise ValueError(f"to must be 'all', a global rank as an int, or a process group, got {to!r}")
 
 
-def _stream(buckets: Sequence[_Bucket], *, ahead: int, receives: bool, copy: bool) -> Iterator[tuple[str, Tensor]]:
+def _stream(buckets: deque[_Bucket], *, ahead: int, receives: bool, copy: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of all buckets, with up to `ahead` further buckets in flight."""
     # Versions of all buckets are recorded before the first collective, so that no bucket has the weights of a later step.
     for bucket in buckets:
         bucket.note_versions()
-    waiting = deque(buckets)
     in_flight: deque[_Bucket] = deque()
     try:
-        while waiting or in_flight:
-            while waiting and len(in_flight) <= ahead:
-                waiting[0].start()  # if this raises, the bucket must not be in flight: `finally` would wait for it
-                in_flight.append(waiting.popleft())
-            bucket = in_flight[0]  # it stays in the deque while the caller uses it, so that `finally` retires it as well
+        while buckets or in_flight:
+            while buckets and len(in_flight) <= ahead:
+                buckets[0].start()  # if this raises, the bucket must not be in flight: `finally` would wait for it
+                in_flight.append(buckets.popleft())
+            bucket = in_flight[0]  # it stays in the deque while the caller uses it, so that `finally` waits for it as well
             bucket.finish()
             if receives:
                 yield from bucket.tensors(copy)
-            in_flight.popleft().retire()
+            in_flight.popleft()
+            del bucket  # frees its memory before the next bucket starts
     finally:
         # The caller may stop early. Collectives that were started must complete before their memory is freed.
         for bucket in in_flight:
             bucket.finish()
-            bucket.retire()
 
 
 # --- buckets ---
@@ -150,15 +141,11 @@ def _stream(buckets: Sequence[_Bucket], *, ahead: int, receives: bool, copy: boo
 
 def _model_tensors(mapped: MappedTensor) -> Iterator[ModelTensor]:
     for source in dict.fromkeys(piece.source for piece in mapped.pieces):
-        yield from _model_tensors_of(source)
-
-
-def _model_tensors_of(source: Source) -> Iterator[ModelTensor]:
-    if isinstance(source, ModelTensor):
-        yield source
-    elif isinstance(source, ComputedTensor):
-        for mapped in source.inputs:
-            yield from _model_tensors(mapped)
+        if isinstance(source, ModelTensor):
+            yield source
+        elif isinstance(source, ComputedTensor):
+            for one in source.inputs:
+                yield from _model_tensors(one)
 
 
 def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | None) -> Iterator[list[tuple[str, MappedTensor]]]:
@@ -172,127 +159,104 @@ def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | No
         last |= {source.name: number for source in _model_tensors(mapped)}
     bucket: list[tuple[str, MappedTensor]] = []
     cluster: list[tuple[str, MappedTensor]] = []  # outputs that must share a bucket
-    bucket_bytes: dict[str, int] = {}  # bytes by model tensor, for `bucket`
-    cluster_bytes: dict[str, int] = {}  # bytes by model tensor, for `cluster`
+    bucket_bytes = 0  # of the model tensors that `bucket` needs
+    cluster_bytes: dict[str, int] = {}  # of those that `cluster` needs
     for number, output in enumerate(outputs):
         cluster.append(output)
         for source in _model_tensors(output[1]):
-            cluster_bytes[source.name] = prod(source.shape) * cast_dtype(source.dtype, dtype).itemsize
+            cluster_bytes[source.name] = source.numel * cast_dtype(source.dtype, dtype).itemsize
         if any(last[name] > number for name in cluster_bytes):
             continue  # a later output needs one of these tensors: the cluster is not complete
-        if bucket and sum(bucket_bytes.values()) + sum(cluster_bytes.values()) > limit:
+        nbytes = sum(cluster_bytes.values())
+        if bucket and bucket_bytes + nbytes > limit:
             yield bucket
-            bucket, bucket_bytes = [], {}
-        bucket, bucket_bytes = [*bucket, *cluster], {**bucket_bytes, **cluster_bytes}
+            bucket, bucket_bytes = [], 0
+        bucket += cluster
+        bucket_bytes += nbytes
         cluster, cluster_bytes = [], {}
     if bucket:
         yield bucket
 
 
-Owner = tuple[Unit, ParamGroup]
-"""The unit and the parameter group of a parameter."""
-
-
-def _owners(tensors: ModelTensors) -> dict[int, Owner]:
-    """Return the owner of each sharded parameter, by `id(parameter)`."""
-    return {id(p): (unit, group) for unit in tensors.units for group in unit.groups for p in group.parameters}
-
-
 # --- collectives ---
 
 
-class _AllGather:
-    """One all-gather of parameters that share a shard axis and a dtype.
+Values = dict[str, Callable[[], Tensor]]
+"""By name of a model tensor, a function that returns the full tensor."""
+
+_ALIGNED = 64  # packed chunks begin at multiples of this many elements
+
+
+def _start_all_gather(members: Sequence[ModelEntry], dtype: torch.dtype) -> tuple[CollectiveCall, Values]:
+    """Copy and cast shards of parameters that share a shard axis, and start one all-gather. The values come with it.
 
     Large parameters are all-gathered directly into their own memory; the others are packed into one staging buffer. A packed
     parameter is copied out only when it is used, so that memory never holds two copies of a bucket.
     """
-
-    def __init__(self, members: Sequence[ModelEntry], owner: Owner, dtype: torch.dtype) -> None:
-        self.members, self._dtype = members, dtype
-        self._unit, self._group = owner
-        self._direct: dict[str, Tensor] = {}  # full tensors, by name
-        self._packed: dict[str, tuple[ParamSharding, int]] = {}  # sharding and offset in a row of the staging buffer, by name
-        self._staging = torch.empty(0)  # (ranks, elements): one row per rank
-        self._work: CollectiveCall | None = None
-
-    def start(self) -> None:
-        """Copy and cast the shards, and start the all-gather."""
-        group, communicator = self._group, self._unit.runtime.communicator
-        least = group.storage.direct.min_chunk
-        packed: list[ModelEntry] = []
-        transfers: list[tuple[Tensor, Tensor]] = []
-        for entry in self.members:
-            sharding = _parameter(entry).sharding
-            if sharding.dim == 0 and _chunk_numel(sharding) * self._dtype.itemsize >= least:
-                transfers.append(self._prepare_direct(entry))
-            else:
-                packed.append(entry)
-        if packed:
-            transfers.append(self._pack(packed))
-        # Without empty outputs. An output has the same size on all ranks, so all ranks leave out the same ones.
-        outs, shards = [out for out, _ in transfers if out.numel()], [shard for out, shard in transfers if out.numel()]
-        begin = group.collectives.whole.gatherer(outs, shards) if outs else StartedWork
-        # With the names and the dtype, so that ranks whose options differ diverge here and do not mix tensors.
-        names = [entry.target.name for entry in self.members]
-        averages = any(entry.value is not None for entry in self.members)
-        digest = crc32(repr((names, self._dtype, averages)).encode("utf-8", "backslashreplace"))
-        action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {self._dtype}; {digest:08x})"
-        self._work = communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin)
-
-    def _prepare_direct(self, entry: ModelEntry) -> tuple[Tensor, Tensor]:
-        """Return (all-gather output, all-gather input) of one parameter: the full tensor, padded, and this rank's chunk."""
-        gather = self._group.collectives.whole
-        local, size = entry.local, _chunk_numel(_parameter(entry).sharding)
-        out = torch.empty(gather.ranks * size, dtype=self._dtype, device=self._group.storage.device)
-        self._direct[entry.target.name] = out[: prod(entry.target.shape)].view(entry.target.shape)
-        if local.dtype == self._dtype and local.device == out.device and local.numel() == size:
-            return out, local.view(-1)  # no cast and no padding: send the shard itself, without a copy
-        own = out[gather.rank * size :][:size]
-        own[: local.numel()].view(local.shape).copy_(local)
-        return out, own
-
-    def _pack(self, members: Sequence[ModelEntry]) -> tuple[Tensor, Tensor]:
-        """Return (all-gather output, all-gather input) of several parameters, packed one after another."""
-        gather, row_numel = self._group.collectives.whole, 0
-        for entry in members:
-            sharding = _parameter(entry).sharding
-            self._packed[entry.target.name] = sharding, row_numel
-            row_numel += -(-_chunk_numel(sharding) // _ALIGNED) * _ALIGNED
-        self._staging = torch.empty(gather.ranks, row_numel, dtype=self._dtype, device=self._group.storage.device)
-        own_row, shards = self._staging[gather.rank], [entry.local for entry in members]
-        begins = [begin for _, begin in self._packed.values()]
-        into = [own_row[begin:][: shard.numel()].view(shard.shape) for begin, shard in zip(begins, shards)]
-        torch._foreach_copy_(into, shards)
-        return self._staging.view(-1), own_row
-
-    def finish(self) -> None:
-        """Wait for the all-gather."""
-        assert self._work is not None
-        self._work.wait()
-
-    def value(self, name: str) -> Tensor:
-        """Return the full tensor `name`."""
-        return self._direct[name] if name in self._direct else self._unpacked(*self._packed[name])
-
-    def _unpacked(self, sharding: ParamSharding, begin: int) -> Tensor:
-        """Return the full tensor whose chunks begin at `begin` in each row of the staging buffer."""
-        shape, dim, chunk = sharding.local_shape, sharding.dim, sharding.extent.chunk
-        ranks, chunks = len(self._staging), self._staging[:, begin : begin + _chunk_numel(sharding)]
-        if dim == 0:
-            return chunks.reshape(-1)[: prod(shape)].view(shape)  # all padding is at the end, after the rows of the last rank
-        if shape[dim] == ranks * chunk:
-            return chunks.view(ranks, *shape[:dim], chunk, *shape[dim + 1 :]).movedim(0, dim).reshape(shape)
-        rows = [Extent.of_rank(shape[dim], ranks=ranks, rank=rank).rows for rank in range(ranks)]
-        part_shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in rows]
-        return torch.cat([part[: prod(part_shape)].view(part_shape) for part, part_shape in zip(chunks, part_shapes)], dim)
-
-    def retire(self) -> None:
-        """Free the memory."""
-        self._direct, self._packed, self._staging = {}, {}, torch.empty(0)
+    unit, group = _owner(members[0])
+    values: Values = {}
+    packed: list[ModelEntry] = []
+    transfers: list[tuple[Tensor, Tensor]] = []  # (output, input)
+    for entry in members:
+        sharding = _parameter(entry).sharding
+        if sharding.dim == 0 and _chunk_numel(sharding) * dtype.itemsize >= group.storage.direct.min_chunk:
+            out, own = _direct(entry, group, dtype)
+            transfers.append((out, own))
+            values[entry.target.name] = partial(_identity, out[: entry.target.numel].view(entry.target.shape))
+        else:
+            packed.append(entry)
+    if packed:
+        staging, own_row = _packed(packed, group, dtype, values)
+        transfers.append((staging.view(-1), own_row))
+    # Without empty outputs. An output has the same size on all ranks, so all ranks leave out the same ones.
+    outs, shards = [out for out, _ in transfers if out.numel()], [shard for out, shard in transfers if out.numel()]
+    begin = group.collectives.whole.gatherer(outs, shards) if outs else StartedWork
+    # With the names and the dtype, so that ranks whose options differ diverge here and do not mix tensors.
+    names = [entry.target.name for entry in members]
+    averages = any(entry.value is not None for entry in members)
+    digest = crc32(repr((names, dtype, averages)).encode("utf-8", "backslashreplace"))
+    action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {dtype}; {digest:08x})"
+    communicator = unit.runtime.communicator
+    return communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin), values
 
 
-_ALIGNED = 64  # packed chunks begin at multiples of this many elements
+def _direct(entry: ModelEntry, group: ParamGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (all-gather output, all-gather input) of one parameter: the full tensor, padded, and this rank's chunk."""
+    gather = group.collectives.whole
+    local, size = entry.local, _chunk_numel(_parameter(entry).sharding)
+    out = torch.empty(gather.ranks * size, dtype=dtype, device=group.storage.device)
+    if local.dtype == dtype and local.device == out.device and local.numel() == size:
+        return out, local.view(-1)  # no cast and no padding: send the shard itself, without a copy
+    own = out[gather.rank * size :][:size]
+    own[: local.numel()].view(local.shape).copy_(local)
+    return out, own
+
+
+def _packed(members: Sequence[ModelEntry], group: ParamGroup, dtype: torch.dtype, values: Values) -> tuple[Tensor, Tensor]:
+    """Return (all-gather output with a row per rank, this rank's row) of several parameters, and add their values."""
+    gather, begins = group.collectives.whole, [0]
+    for entry in members:
+        begins.append(begins[-1] + -(-_chunk_numel(_parameter(entry).sharding) // _ALIGNED) * _ALIGNED)
+    staging = torch.empty(gather.ranks, begins[-1], dtype=dtype, device=group.storage.device)
+    own_row, shards = staging[gather.rank], [entry.local for entry in members]
+    into = [own_row[begin:][: shard.numel()].view(shard.shape) for begin, shard in zip(begins, shards)]
+    torch._foreach_copy_(into, shards)
+    for entry, begin in zip(members, begins):
+        values[entry.target.name] = partial(_unpacked, staging, _parameter(entry).sharding, begin)
+    return staging, own_row
+
+
+def _unpacked(staging: Tensor, sharding: ParamSharding, begin: int) -> Tensor:
+    """Return the full tensor whose chunks begin at `begin` in each row of the staging buffer."""
+    shape, dim, chunk = sharding.local_shape, sharding.dim, sharding.extent.chunk
+    ranks, chunks = len(staging), staging[:, begin : begin + _chunk_numel(sharding)]
+    if dim == 0:
+        return chunks.reshape(-1)[: prod(shape)].view(shape)  # all padding is at the end, after the rows of the last rank
+    if shape[dim] == ranks * chunk:
+        return chunks.view(ranks, *shape[:dim], chunk, *shape[dim + 1 :]).movedim(0, dim).reshape(shape)
+    rows = [Extent.of_rank(shape[dim], ranks=ranks, rank=rank).rows for rank in range(ranks)]
+    part_shapes = [(*shape[:dim], count, *shape[dim + 1 :]) for count in rows]
+    return torch.cat([part[: prod(part_shape)].view(part_shape) for part, part_shape in zip(chunks, part_shapes)], dim)
 
 
 def _chunk_numel(sharding: ParamSharding) -> int:
@@ -304,29 +268,25 @@ class _Bucket:
     """Some outputs, and the model tensors that they need."""
 
     def __init__(
-        self,
-        outputs: Sequence[tuple[str, MappedTensor]],
-        entries: dict[str, ModelEntry],
-        owners: dict[int, Owner],
-        dtype: torch.dtype | None,
+        self, outputs: Sequence[tuple[str, MappedTensor]], entries: dict[str, ModelEntry], dtype: torch.dtype | None
     ) -> None:
-        self._outputs, self._owners, self._dtype = outputs, owners, dtype
-        names = dict.fromkeys(source.name for _, mapped in outputs for source in _model_tensors(mapped))
-        self._entries = [entries[name] for name in names]
-        self._all_gathers: list[_AllGather] = []
-        self._values: dict[str, Callable[[], Tensor]] | None = None  # functions that return full tensors; None before finish()
+        self._outputs, self._dtype = outputs, dtype
+        self._entries = {source.name: entries[source.name] for _, mapped in outputs for source in _model_tensors(mapped)}
+        self._all_gathers: list[CollectiveCall] = []
         self._single: list[ModelEntry] = []  # all-gathered one by one, in finish()
+        self._values: Values = {}
+        self._is_finished = False
         self._versions: dict[str, int] = {}
 
     def note_versions(self) -> None:
         """Record the versions of the model tensors, to detect writes during the iteration."""
-        self._versions = {entry.target.name: _version(entry) for entry in self._entries}
+        self._versions = {name: _version(entry) for name, entry in self._entries.items()}
 
-    def _check_unwritten(self, entries: Iterable[ModelEntry]) -> None:
-        for one in entries:
-            if _version(one) != self._versions[one.target.name]:
+    def _check_unwritten(self, names: Iterable[str]) -> None:
+        for name in names:
+            if _version(self._entries[name]) != self._versions[name]:
                 raise StateError(
-                    f"'{one.target.name}' was written during iter_full(), for example by optimizer.step(), so tensors of two "
+                    f"'{name}' was written during iter_full(), for example by optimizer.step(), so tensors of two "
                     "steps would be mixed. Exhaust the iterator before the next step."
                 )
 
@@ -335,55 +295,64 @@ class _Bucket:
         """Start the all-gathers."""
         self._check_unwritten(self._entries)
         kinds: dict[tuple[int, torch.dtype], list[ModelEntry]] = {}
-        for entry in self._entries:
-            transport = _transport(entry, self._output_dtype(entry))
-            if transport == "bucket":
-                _, group = self._owners[id(entry.parameter)]
-                kinds.setdefault((id(group.collectives.whole.inner), self._output_dtype(entry)), []).append(entry)
-            elif transport == "single":
+        for name, entry in self._entries.items():
+            dtype = cast_dtype(entry.target.dtype, self._dtype)
+            local, parameter = partial(_local_copy, entry, dtype), entry.parameter
+            if parameter is None or _unsharded_now(entry, dtype) is not None:
+                self._values[name] = local
+            elif not _is_flat(parameter) or parameter.sharding.tensor_parallel is not None:
                 self._single.append(entry)
+            elif not parameter.sharding.shape or parameter.sharding.axis.group is None or parameter.sharding.axis.ranks == 1:
+                self._values[name] = local
+            else:
+                kinds.setdefault((id(_owner(entry)[1].collectives.whole.inner), dtype), []).append(entry)
         for (_, dtype), members in kinds.items():
-            all_gather = _AllGather(members, self._owners[id(members[0].parameter)], dtype)
-            all_gather.start()
+            all_gather, values = _start_all_gather(members, dtype)
             self._all_gathers.append(all_gather)
-
-    def _output_dtype(self, entry: ModelEntry) -> torch.dtype:
-        return cast_dtype(entry.target.dtype, self._dtype)
+            self._values |= values
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the all-gathers and prepare the full tensors. A second call does nothing."""
-        if self._values is not None:
+        if self._is_finished:
             return
-        self._values = {}
+        self._is_finished = True
         for all_gather in self._all_gathers:
-            all_gather.finish()
-            self._values |= {one.target.name: partial(all_gather.value, one.target.name) for one in all_gather.members}
+            all_gather.wait()
         for entry in self._single:
             parameter = _parameter(entry)
-            agreement = self._owners[id(parameter)][0].agreement("iter_full()")
             sharded: Any = parameter.sharded if entry.value is None else parameter.dtensor_like_shard(entry.value)
-            full = all_gather_full(agreement, parameter.sharding, sharded).to(self._output_dtype(entry))
+            full = all_gather_full(_owner(entry)[0].agreement("iter_full()"), parameter.sharding, sharded)
+            full = full.to(cast_dtype(entry.target.dtype, self._dtype))
             self._values[entry.target.name] = partial(_identity, full)
-        for entry in self._entries:
-            if entry.target.name not in self._values:
-                self._values[entry.target.name] = partial(_local_copy, entry, self._output_dtype(entry))
+
+    @torch.no_grad()
+    def _output(self, mapped: MappedTensor) -> Tensor:
+        """Assemble a tensor from its pieces: a view if there is one piece, else a copy."""
+        parts = (
+            (piece.at, piece.view_as_mapped(self._source(piece.source)[piece.source_box(piece.at).slices()]))
+            for piece in mapped.pieces
+        )
+        if len(mapped.pieces) == 1:
+            return next(parts)[1]
+        full: Tensor | None = None
+        for at, part in parts:
+            full = part.new_empty(mapped.shape) if full is None else full
+            full[at.slices()] = part
+        return torch.empty(mapped.shape, dtype=cast_dtype(mapped.dtype, self._dtype)) if full is None else full
+
+    def _source(self, source: Source) -> Tensor:
+        if isinstance(source, ComputedTensor):
+            value = source.function(*map(self._output, source.inputs))
+            return value.to(cast_dtype(value.dtype, self._dtype))
+        return self._values[source.name]()
 
     def tensors(self, copy: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the outputs."""
-        values = self._values
-        assert values is not None
-        entries = {one.target.name: one for one in self._entries}
         for name, mapped in self._outputs:
-            self._check_unwritten(entries[source.name] for source in _model_tensors(mapped))
+            self._check_unwritten(source.name for source in _model_tensors(mapped))
             # No variable may refer to the output: it would stay alive while the next one is made.
-            yield name, _output(mapped, values, self._dtype, copy)
-
-    def retire(self) -> None:
-        """Free the memory of the bucket."""
-        self._values = None
-        for all_gather in self._all_gathers:
-            all_gather.retire()
+            yield name, self._output(mapped).clone() if copy else self._output(mapped)
 
 
 def _version(entry: ModelEntry) -> int:
@@ -399,6 +368,13 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _owner(entry: ModelEntry) -> tuple[Unit, ParamGroup]:
+    """Return the unit and the parameter group of a sharded parameter."""
+    unit, group = _parameter(entry).unit(), _parameter(entry).group()
+    assert unit is not None and group is not None
+    return unit, group
+
+
 def _parameter(entry: ModelEntry) -> ShardedParameter:
     """Return the sharded parameter of an entry that is known to have one."""
     assert entry.parameter is not None
@@ -408,17 +384,6 @@ def _parameter(entry: ModelEntry) -> ShardedParameter:
 def _is_flat(parameter: ShardedParameter) -> bool:
     """Return True if the shard is part of a flat shard, without all-gather hooks of its own."""
     return group_class(parameter.local, parameter.sharding.axis).flat
-
-
-def _transport(entry: ModelEntry, dtype: torch.dtype) -> str:
-    """Return how the full tensor is obtained: in a "bucket" with others, "single", or "local", where this rank has it."""
-    parameter = entry.parameter
-    if parameter is None or _unsharded_now(entry, dtype) is not None:
-        return "local"
-    if not _is_flat(parameter) or parameter.sharding.tensor_parallel is not None:
-        return "single"
-    sharding = parameter.sharding
-    return "local" if not sharding.shape or sharding.axis.group is None or sharding.axis.ranks == 1 else "bucket"
 
 
 def _unsharded_now(entry: ModelEntry, dtype: torch.dtype) -> Tensor | None:
@@ -436,34 +401,3 @@ def _local_copy(entry: ModelEntry, dtype: torch.dtype) -> Tensor:
     """Return a copy of a tensor that this rank holds in full, so that writes by the caller do not reach the model."""
     unsharded = _unsharded_now(entry, dtype)
     return entry.local.to(dtype, copy=True).view(entry.target.shape) if unsharded is None else unsharded.clone()
-
-
-@torch.no_grad()
-def _output(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None, copy: bool) -> Tensor:
-    full = _assembled(mapped, values, dtype)
-    return full.clone() if copy else full
-
-
-def _assembled(mapped: MappedTensor, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:
-    """Assemble a tensor from its pieces: a view if there is one piece, else a copy."""
-    if len(mapped.pieces) == 1:
-        (piece,) = mapped.pieces
-        source = _source(piece.source, values, dtype)
-        return piece.view_as_mapped(source[piece.source_box(piece.at).slices()])
-    if not mapped.pieces:  # no elements
-        return torch.empty(mapped.shape, dtype=cast_dtype(mapped.dtype, dtype))
-    full: Tensor | None = None
-    for piece in mapped.pieces:
-        part = piece.view_as_mapped(_source(piece.source, values, dtype)[piece.source_box(piece.at).slices()])
-        if full is None:
-            full = part.new_empty(mapped.shape)
-        full[piece.at.slices()] = part
-    assert full is not None
-    return full
-
-
-def _source(source: Source, values: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype | None) -> Tensor:
-    if isinstance(source, ComputedTensor):
-        value = source.function(*(_assembled(one, values, dtype) for one in source.inputs))
-        return value.to(cast_dtype(value.dtype, dtype))
-    return values[source.name]()

@@ -116,14 +116,12 @@ def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTen
             f"weights= has averages of {wrong[:3]}{' and more' if len(wrong) > 3 else ''}, and the model has no parameters of "
             "these names and shapes. Pass the model that the averages were made of."
         )
-    entries = tuple(
-        one if one.names[0] not in values else _with_value(one, values[one.names[0]].detach()) for one in tensors.entries
-    )
-    return replace(tensors, entries=entries)
 
+    def changed(entry: ModelEntry) -> ModelEntry:
+        value = values.get(entry.names[0])
+        return entry if value is None else replace(entry, target=replace(entry.target, dtype=value.dtype), value=value.detach())
 
-def _with_value(entry: ModelEntry, value: Tensor) -> ModelEntry:
-    return replace(entry, target=replace(entry.target, dtype=value.dtype), value=value)
+    return replace(tensors, entries=tuple(map(changed, tensors.entries)))
 
 
 def from_first_rank(tensors: ModelTensors) -> ModelTensors:
@@ -136,7 +134,7 @@ def from_first_rank(tensors: ModelTensors) -> ModelTensors:
 
     def moved(entry: ModelEntry) -> ModelEntry:
         shape = entry.target.shape
-        if entry.plain is None or not prod(shape):
+        if entry.plain is None or not entry.target.numel:
             return entry
         if shape not in known:
             known[shape] = ShardMap(shape, (Box.whole(shape), *[None] * (len(tensors.ranks) - 1)))
@@ -145,24 +143,18 @@ def from_first_rank(tensors: ModelTensors) -> ModelTensors:
     return replace(tensors, entries=tuple(map(moved, tensors.entries)))
 
 
-def reshard_for(doing: str) -> Callable[[Unit], None]:
-    """Return a function that reshards a unit, and raises if the user replaced a parameter. `doing`: the call."""
-
-    def prepare(unit: Unit) -> None:
-        unit.reshard(doing=doing)
-        unit.refresh()
-
-    return prepare
-
-
 def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = None) -> ModelTensors:
-    """List the tensors of a model's state dict: parameters and persistent buffers, each once with all its names."""
+    """List the tensors of a model's state dict: parameters and persistent buffers, each once with all its names.
+
+    `prepare` is called with each unit first, and tensors that the user replaced are taken over.
+    """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got a {type(model).__name__}.")
     units = tuple(units_of(model, True))
     if prepare is not None:
         for unit in units:
             prepare(unit)
+            unit.refresh()
     mesh = _mesh_of_all(units)
     ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
     names: dict[int, list[str]] = {}
@@ -170,12 +162,28 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
     for name, tensor in _named(model):
         names.setdefault(id(tensor), []).append(clean_name(name))
         tensors[id(tensor)] = tensor
-    known: dict[object, ShardMap] = {}
     unsharded = {id(p.unsharded): p for unit in units for p in unit.parameters if p.unsharded is not None}
-    entries = tuple(
-        _entry(tuple(names[key]), tensor, unsharded.get(key), mesh, ranks, known) for key, tensor in tensors.items()
-    )
-    return ModelTensors(entries, units, ranks, 0 if mesh is None else ranks.index(dist.get_rank()))
+    shard_maps: dict[object, ShardMap] = {}  # one for all tensors with equal shards
+    entries: list[ModelEntry] = []
+    for key, tensor in tensors.items():
+        found = [unsharded[key]] if key in unsharded else logical_parameters([tensor])
+        parameter = found[0] if found else None
+        if parameter is not None:
+            assert mesh is not None
+            sharding = parameter.sharding
+            geometry: object = tuple(sharding.shape), sharding.dim, sharding.data_axes, sharding.mesh, sharding.placements
+            if geometry not in shard_maps:
+                shard_maps[geometry] = _shard_map_of(sharding, mesh, ranks)
+        elif isinstance(tensor, DTensor):
+            raise StateError(f"'{names[key][0]}' is a DTensor that no unit manages. Call fully_shard() on its module.")
+        else:
+            geometry = shape = tuple(tensor.shape)
+            if geometry not in shard_maps:
+                shard_maps[geometry] = ShardMap(shape, (Box.whole(shape) if prod(shape) else None,) * len(ranks))
+        dtype, shard_map = tensor.dtype if parameter is None else parameter.local.dtype, shard_maps[geometry]
+        target = ModelTensor(names[key][0], dtype, shard_map.shape, shard_map)
+        entries.append(ModelEntry(tuple(names[key]), target, parameter, tensor if parameter is None else None))
+    return ModelTensors(tuple(entries), units, ranks, 0 if mesh is None else ranks.index(dist.get_rank()))
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -204,33 +212,7 @@ def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
     return most
 
 
-def _entry(
-    names: tuple[str, ...],
-    tensor: Tensor,
-    unsharded: ShardedParameter | None,
-    mesh: DeviceMesh | None,
-    ranks: tuple[int, ...],
-    known: dict[object, ShardMap],
-) -> ModelEntry:
-    """Return the entry of a tensor."""
-    found = logical_parameters([tensor]) if unsharded is None else [unsharded]
-    if found:
-        assert mesh is not None
-        sharding = found[0].sharding
-        key: object = (tuple(sharding.shape), sharding.dim, sharding.data_axes, sharding.mesh, sharding.placements)
-        if key not in known:
-            known[key] = shard_map_of(sharding, mesh, ranks)
-        target = ModelTensor(names[0], found[0].local.dtype, tuple(sharding.shape), known[key])
-        return ModelEntry(names, target, found[0], None)
-    if isinstance(tensor, DTensor):
-        raise StateError(f"'{names[0]}' is a DTensor that no unit manages. Call fully_shard() on its module.")
-    shape = tuple(tensor.shape)
-    if shape not in known:
-        known[shape] = ShardMap(shape, (Box.whole(shape),) * len(ranks) if prod(shape) else (None,) * len(ranks))
-    return ModelEntry(names, ModelTensor(names[0], tensor.dtype, shape, known[shape]), None, tensor)
-
-
-def shard_map_of(sharding: ParamSharding, full_mesh: DeviceMesh, ranks: Sequence[int]) -> ShardMap:
+def _shard_map_of(sharding: ParamSharding, full_mesh: DeviceMesh, ranks: Sequence[int]) -> ShardMap:
     """Return the shards of a parameter on all ranks."""
     if sharding.mesh.size() == full_mesh.size():  # the same ranks under other dims, as (replicate, shard) and one flat dim
         full_mesh = sharding.mesh

@@ -30,11 +30,6 @@ def check_progress(progress: object) -> None:
         raise ValueError(f"progress must be a function (bytes so far, bytes in all), got {progress!r}")
 
 
-def with_total(progress: Progress | None, total: int) -> Callable[[int], object] | None:
-    """Return a callback that takes only the bytes so far; None if there is no `progress`."""
-    return None if progress is None else lambda done: progress(done, total)
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A contiguous CPU tensor to read from a file or to write to it."""
@@ -54,10 +49,10 @@ class Transfer:
 
 
 class _Threads:
-    """Threads that read or write. `finish` passes the bytes so far to `on_progress` periodically, and raises what it raises."""
+    """Threads that read or write `total` bytes. `finish` calls `progress` periodically, and raises what it raises."""
 
-    def __init__(self, name: str, threads: int, on_progress: Callable[[int], object] | None) -> None:
-        self._on_progress, self._reported = on_progress, 0
+    def __init__(self, name: str, threads: int, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._reported = progress, total, 0
         self.done, self._lock = 0, threading.Lock()  # bytes that the threads have read or written
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"fullshard-{name}")
         self._tasks: list[Future[None]] = []
@@ -76,11 +71,11 @@ class _Threads:
         tasks, self._tasks = self._tasks, []
         pending, raised = set(tasks), None
         while pending:  # also after a failure: reads write into the caller's memory
-            _, pending = wait(pending, timeout=None if self._on_progress is None else _REPORT_INTERVAL)
-            if self._on_progress is not None and raised is None and self.done > self._reported:
+            _, pending = wait(pending, timeout=None if self._progress is None else _REPORT_INTERVAL)
+            if self._progress is not None and raised is None and self.done > self._reported:
                 self._reported = self.done
                 try:
-                    self._on_progress(self._reported)
+                    self._progress(self._reported, self._total)
                 except Exception as failure:
                     raised = failure
         for failed in [*(task.exception() for task in tasks), raised]:
@@ -95,8 +90,8 @@ class _Threads:
 class Reader(_Threads):
     """Reads files with several threads. The caller opens and closes the files."""
 
-    def __init__(self, files: OpenFiles, *, threads: int, on_progress: Callable[[int], object] | None = None) -> None:
-        super().__init__("read", threads, on_progress)
+    def __init__(self, files: OpenFiles, *, threads: int, progress: Progress | None = None, total: int = 0) -> None:
+        super().__init__("read", threads, progress, total)
         self._files = files
 
     def close(self) -> None:
@@ -155,8 +150,8 @@ class Writer(_Threads):
     would only wait for the lock.
     """
 
-    def __init__(self, folder: Path, *, threads: int, on_progress: Callable[[int], object] | None = None) -> None:
-        super().__init__("write", threads, on_progress)
+    def __init__(self, folder: Path, *, threads: int, progress: Progress | None = None, total: int = 0) -> None:
+        super().__init__("write", threads, progress, total)
         self._folder = folder
         self._open: dict[str, int] = {}  # descriptors
         self._waiting: list[deque[Transfer]] = []  # by task, the writes that have not started
