@@ -329,7 +329,7 @@ def test_texts_are_what_every_rank_can_tell_and_no_terminal_obeys() -> None:
             r"Split: 'a' of shape \(4, 2\) cannot be split along dim 0 into 3 parts of sizes 1, 1, 1",
         ),
         ([Transpose("b")], r"Transpose: 'b' of shape \(3,\) has no dim 1"),
-        ([Rename("[ab]", "c")], r"key_map gives 'c' twice: to a, and to b"),
+        ([Rename("[ab]", "c")], r"key_map gives 'c' twice: to 'a', and to 'b'"),
         ([Stack(r"([ab])", "c")], r"Stack: expected the parts of 'c' to be numbered from 0"),
         ([Convert(["a"], "c", lambda a: a.item())], "Convert: the function for 'c' fails on meta"),
         ([Convert(["a"], "c", lambda a: 3)], "Convert: expected the function for 'c' to return a tensor, got a int"),

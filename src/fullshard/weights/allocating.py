@@ -58,11 +58,8 @@ class AllocatedTensors:
 
     def __init__(self, model: nn.Module, units: tuple[Unit, ...]) -> None:
         self._units = units
-        owners: list[tuple[Unit | None, nn.Module]] = [
-            (unit, module) for unit in units for module in own_modules(*unit.modules)
-        ]
-        of_units = {id(module) for _, module in owners}
-        owners += [(None, module) for module in model.modules() if id(module) not in of_units]
+        owner_of: dict[nn.Module, Unit | None] = dict.fromkeys(model.modules())
+        owner_of |= {module: unit for unit in units for module in own_modules(*unit.modules)}
         slots: dict[Unit | None, list[tuple[weakref.ref[nn.Module], str]]] = {None: [], **{unit: [] for unit in units}}
         plain: list[Tensor] = []
         for module in model.modules():
@@ -70,7 +67,7 @@ class AllocatedTensors:
                 if parameter is not None and not logical_parameters([parameter]):
                     slots[None].append((weakref.ref(module), name))
                     plain.append(parameter)
-        for unit, module in owners:
+        for module, unit in owner_of.items():
             for name, buffer in _torch.buffers_of(module).items():
                 if buffer is not None and (_torch.persists(module, name) or buffer.device.type == "meta"):
                     slots[unit].append((weakref.ref(module), name))

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,9 @@ def problems(source: Any, *, values: bool = True) -> tuple[list[str], list[Heade
     return found, headers
 
 
-def _value_problems(header: Header, files: OpenFiles) -> list[str]:
-    """Return the tensors of a file that have NaN or infinite values or cannot be read."""
+def _value_problems(header: Header, files: OpenFiles) -> Iterator[str]:
+    """Yield the tensors of a file that have NaN or infinite values or cannot be read."""
     reader = Reader(files, threads=8)
-    found: list[str] = []
     try:
         for tensor in header.tensors:
             counts = Counter[str]()
@@ -128,12 +127,11 @@ def _value_problems(header: Header, files: OpenFiles) -> list[str]:
                     counts["infinite"] += int(part.isinf().sum())
             bad = " and ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
             if bad:
-                found.append(f"{header.file}: tensor '{tensor.name}' has {bad} of {numel:,} values.")
+                yield f"{header.file}: tensor '{tensor.name}' has {bad} of {numel:,} values."
     except BadFile as wrong:
-        found.append(str(wrong))
+        yield str(wrong)
     finally:
         reader.close()
-    return found
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -122,11 +122,10 @@ class Replacement:
         # The folder <token> has the new content before the exchange and the old content after it; the inode tells which. The
         # new content has links to other files of the directory: moving them would bring back files that were removed since.
         ours = owner.get("ours")
-        for entry in (entry for entry in found if entry.is_dir() and not entry.is_symlink()):
-            is_old = entry.name.endswith(_OLD) or (entry.name == owner.get("token") and _inode(entry) != owner.get("inode"))
-            if is_old and isinstance(ours, list) and self.directory.is_dir():
-                _move_over(entry, self.directory, ours, self._single)
         for entry in found:
+            is_old = entry.name.endswith(_OLD) or (entry.name == owner.get("token") and _inode(entry) != owner.get("inode"))
+            if is_old and isinstance(ours, list) and self.directory.is_dir() and entry.is_dir() and not entry.is_symlink():
+                _move_over(entry, self.directory, ours, self._single)
             _remove(entry)
 
     def _write_owner(self, facts: Mapping[str, object]) -> None:
@@ -344,7 +343,7 @@ class Replacement:
         return old
 
     def discard(self) -> None:
-        """Remove the new content unless it is in place already, and release the staging folder."""
+        """Remove the new content unless it is in place already, and release the staging folder, on the rank that made them."""
         if self._owner is not None:
             # After the exchange `path` is the old content, whose inode differs. The next save handles it.
             if _inode(self.path) == self._inode:

@@ -91,7 +91,7 @@ class EMA:
         """
         found: list[ShardedParameter] = []
         for parameter in (parameter for unit in self._units for parameter in unit.parameters):
-            if values_of(parameter.local) is not None:
+            if type(parameter.local) is Tensor or values_of(parameter.local) is not None:
                 found += [parameter] if parameter.local.is_floating_point() else []
             elif parameter.requires_grad:
                 raise StateError(

@@ -94,14 +94,11 @@ class OpenFiles(AbstractContextManager["OpenFiles"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def same_bytes(self, one: FileTensor, other: FileTensor) -> bool:
+    def same_bytes(self, first: FileTensor, second: FileTensor) -> bool:
         """Return True if two tensors of equal shape and dtype have the same bytes. Reads both, 8 MiB at a time."""
-        for start in range(0, one.nbytes, _COMPARED):
-            count = min(_COMPARED, one.nbytes - start)
-            parts = []
-            for tensor in (one, other):
-                descriptor = self.file(tensor.file)
-                parts.append(_read(descriptor, count, tensor.offset + start, tensor.file, os.fstat(descriptor).st_size))
+        for start in range(0, first.nbytes, _COMPARED):
+            count = min(_COMPARED, first.nbytes - start)
+            parts = [_read(self.file(one.file), count, one.offset + start, one.file) for one in (first, second)]
             if parts[0] != parts[1]:
                 return False
         return True
@@ -215,8 +212,7 @@ def read_header(path: str, files: OpenFiles) -> Header:
     descriptor = files.file(path)
     try:
         status = os.fstat(descriptor)
-        size = status.st_size
-        begin = _read(descriptor, 8, 0, path, size)
+        begin = _read(descriptor, 8, 0, path)
         length = int.from_bytes(begin, "little")
         if length > MAX_HEADER_BYTES:
             # Checked before the bytes are read: a file of another format would request a huge amount of memory.
@@ -224,15 +220,16 @@ def read_header(path: str, files: OpenFiles) -> Header:
                 f"{path}: expected a header of at most {MAX_HEADER_BYTES:,} bytes, got {length:,}. "
                 "This is not a safetensors file."
             )
-        text = _read(descriptor, length, 8, path, size)
+        text = _read(descriptor, length, 8, path)
     except OSError as failure:
         raise BadFile(f"{path}: {failure.strerror}") from failure
     digest = hashlib.sha256(begin + text).hexdigest()
-    identity = FileIdentity(size, status.st_mtime_ns, status.st_ino, 8 + length, digest)
-    return Header(path, *parse_header(path, text, size), identity)
+    identity = FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino, 8 + length, digest)
+    return Header(path, *parse_header(path, text, status.st_size), identity)
 
 
-def _read(descriptor: int, nbytes: int, offset: int, path: str, size: int) -> bytes:
+def _read(descriptor: int, nbytes: int, offset: int, path: str) -> bytes:
+    size = os.fstat(descriptor).st_size
     if offset + nbytes > size:
         raise BadFile(
             f"{path}: truncated: it has {size:,} bytes, but its header ends at byte {offset + nbytes:,}, "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.errors import printable
+from fullshard.errors import printable, some_of
 from fullshard.weights.boxes import Box, ModelTensor, TensorInfo
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
@@ -129,9 +129,8 @@ class MappedTensor(TensorInfo):
 
     @property
     def sources(self) -> str:
-        """Names of the source tensors for error texts: at most four, then the number of the others."""
-        names = list(dict.fromkeys(piece.source.name for piece in self.pieces))
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        """Names of the source tensors, for error texts."""
+        return some_of(list(dict.fromkeys(piece.source.name for piece in self.pieces)))
 
 
 class MapError(ValueError):
@@ -402,7 +401,7 @@ def _build_state(tensors: Iterable[tuple[str, MappedTensor]]) -> State:
     for name, tensor in tensors:
         if name == "__metadata__":
             raise MapError(
-                f"key_map cannot give '{tensor.sources}' the name '{name}': the file format reserves it. Use another name."
+                f"key_map cannot give {tensor.sources} the name '{name}': the file format reserves it. Use another name."
             )
         if name in state:
             raise MapError(f"key_map gives '{name}' twice: to {state[name].sources}, and to {tensor.sources}.")

@@ -158,7 +158,8 @@ def load_weights(
                 limit=limit,
                 exchanges=replicas == "auto",
             )
-            if _ranks_have_same_files(group, files, plan.files, known, last=attempt == ATTEMPTS - 1):
+            mine = sorted({tensor.file for tensor, _ in plan.transfers()})
+            if _ranks_have_same_files(group, files, mine, known, last=attempt == ATTEMPTS - 1):
                 break
         if match.twins:
             group.run(lambda: _check_twins(match, files, strict=strict) if group.index == 0 else None)

@@ -93,11 +93,6 @@ class Plan:
         """Bytes that this rank reads from files or writes to files."""
         return sum(rows.numel * tensor.dtype.itemsize for tensor, rows in self.transfers())
 
-    @property
-    def files(self) -> list[str]:
-        """The files that this rank reads or writes, sorted."""
-        return sorted({tensor.file for tensor, _ in self.transfers()})
-
 
 def plan_load(
     targets: Sequence[tuple[ModelTensor, MappedTensor]], *, rank: int, ranks: int, limit: int, exchanges: bool = True

@@ -217,12 +217,6 @@ def save_weights(
     connect = partial(StoreRankGroup, token, group.index, len(group.ranks))
     store_group = group.run(connect) if background else None
 
-    def prepare() -> None:
-        if is_first:
-            if steps is not None:
-                steps.check()
-            replacement.prepare(layout)
-
     def check_shared() -> None:
         if not replacement.path.is_dir():
             raise ValueError(
@@ -238,8 +232,7 @@ def save_weights(
 
     def discard() -> None:
         writer.close()
-        if is_first:
-            replacement.discard()
+        replacement.discard()
 
     def finish() -> Saved:
         """Finish the writes, sync them to disk and move the checkpoint into place. Collective."""
@@ -258,7 +251,7 @@ def save_weights(
         return Saved(writer.done, rows.exchange.sent, seconds, files, str(replacement.directory), replacement.others)
 
     try:
-        group.run(prepare)
+        group.run(lambda: replacement.prepare(layout) if is_first else None)
         group.run(check_shared)
         rows.run(plan)
         group.run(lambda: replacement.add(extra if is_first else None))

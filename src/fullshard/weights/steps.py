@@ -5,8 +5,7 @@
         step-1000/
         latest -> step-1000
 
-A program that opens several files through `latest` at the end of a save may get files of two steps. To avoid that, resolve the
-link once and open the files in the directory of the step. The next `keep - 1` saves do not remove that directory.
+A program that opens several files of one step resolves the link once. The next `keep - 1` saves keep its directory.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ class Steps:
         self._all = resolved(directory)
         self._keep = None if keep is None else check_int("keep", keep, otherwise=", or None for all steps")
         self.directory = self._all / f"step-{number}"  # directory of the step
-
-    def check(self) -> None:
-        """Raise ValueError if a file or directory has the name of the link."""
         link = self._all / LATEST
         if os.path.lexists(link) and not link.is_symlink():
             raise ValueError(f"{link} is not a link, but step= needs this name for a link to the latest step. Move it away.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -24,7 +25,7 @@ from fullshard.core import (
     resolve_mesh,
     units_of,
 )
-from fullshard.errors import StateError
+from fullshard.errors import StateError, some_of
 from fullshard.optim.copies import agreement_of_all, find_difference
 from fullshard.weights.boxes import Box, ModelTensor, ShardMap
 
@@ -113,8 +114,8 @@ def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTen
     wrong = [name for name, value in values.items() if shapes.get(name) != value.shape]
     if wrong:
         raise ValueError(
-            f"weights= has averages of {wrong[:3]}{' and more' if len(wrong) > 3 else ''}, and the model has no parameters of "
-            "these names and shapes. Pass the model that the averages were made of."
+            f"weights= has averages of {some_of(wrong)}, and the model has no parameters of these names and shapes. Pass the "
+            "model that the averages were made of."
         )
 
     def changed(entry: ModelEntry) -> ModelEntry:
@@ -130,15 +131,15 @@ def from_first_rank(tensors: ModelTensors) -> ModelTensors:
     Ranks may have different values of these, as running statistics of batch norms. So one rank saves them: a file with parts
     from several ranks would be the state of no rank.
     """
-    known: dict[tuple[int, ...], ShardMap] = {}
+
+    @cache  # one map for all tensors of a shape
+    def shard_map(shape: tuple[int, ...]) -> ShardMap:
+        return ShardMap(shape, (Box.whole(shape), *[None] * (len(tensors.ranks) - 1)))
 
     def moved(entry: ModelEntry) -> ModelEntry:
-        shape = entry.target.shape
         if entry.plain is None or not entry.target.numel:
             return entry
-        if shape not in known:
-            known[shape] = ShardMap(shape, (Box.whole(shape), *[None] * (len(tensors.ranks) - 1)))
-        return replace(entry, target=replace(entry.target, shard_map=known[shape]))
+        return replace(entry, target=replace(entry.target, shard_map=shard_map(entry.target.shape)))
 
     return replace(tensors, entries=tuple(map(moved, tensors.entries)))
 

@@ -167,11 +167,6 @@ class Writer(_Threads):
             self._waiting.append(waiting)
             self._tasks.append(self._pool.submit(_write_all, self._open[file], waiting, self._count))
 
-    def finish(self) -> None:
-        """Wait for the writes that were started."""
-        super().finish()
-        self._waiting.clear()
-
     def sync(self) -> None:
         """Sync all written files to disk."""
         for descriptor in self._open.values():
