@@ -109,8 +109,8 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
     ("core/reducer.py reduce (run)", EVENT): "plain",
     ("core/reducer.py reduce (wait)", EVENT): "plain",
     ("core/reduction.py wait_for_gradient (wait)", EVENT): "optimizers in hooks",
-    ("core/reduction.py wait_for_gradient (block)", HOST): "values of the first rank",
-    ("core/param_group.py synchronize_host (block)", HOST): "offload, written",
+    ("core/reduction.py wait_for_gradient (wait)", HOST): "values of the first rank",
+    ("core/param_group.py synchronize_host (wait)", HOST): "offload, written",
     ("core/param_group.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
     ("optim/owner_exchange.py _send (run)", EVENT): "Muon",
     ("optim/owner_exchange.py _wait (wait)", EVENT): "Muon",
@@ -121,7 +121,7 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
 }
 IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those that read something wrong raise, and are of no use then
     ("core/heartbeat.py _send (run)", EVENT),
-    ("core/heartbeat.py read (block)", HOST),
+    ("core/heartbeat.py read (wait)", HOST),
     ("core/agreement.py _send (run)", EVENT),
     ("core/agreement.py _send (run)", MESSAGE),
     ("core/agreement.py _send (wait)", EVENT),

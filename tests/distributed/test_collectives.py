@@ -10,16 +10,14 @@ import torch.distributed as dist
 from harness import World, ranks
 
 from fullshard.comm.backends import collectives_for
-from fullshard.comm.base import Collectives, SingleRank
+from fullshard.comm.base import Collectives, SingleRank, Started
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives
 
 
-def finish(pending: object) -> None:
-    for work in pending.works:  # type: ignore[attr-defined]
-        work.wait()
-    if pending.then is not None:  # type: ignore[attr-defined]
-        pending.then()  # type: ignore[attr-defined]
+def finish(pending: Started) -> None:
+    if pending is not None:
+        pending.wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])

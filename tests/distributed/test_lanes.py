@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm.base import StartedWork
-from fullshard.comm.streams import HostStream, InFlight
-from fullshard.core.communicator import CollectiveCall
+from fullshard.comm.streams import CollectiveCall, HostStream, InFlight
 from fullshard.errors import InternalError
 
 

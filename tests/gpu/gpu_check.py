@@ -61,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from poison import poisoned
 
 from fullshard import CheckPolicy, CommPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.comm.base import SingleRank, StartedWork
+from fullshard.comm.base import SingleRank, Started, StartedWork
 from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives
 from fullshard.comm.streams import stream_for
@@ -230,11 +230,9 @@ def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     return hosts
 
 
-def conclude(pending: StartedWork) -> None:
-    for work in pending.works:
-        work.wait()
-    if pending.then is not None:
-        pending.then()
+def conclude(pending: Started) -> None:
+    if pending is not None:
+        pending.wait()
 
 
 class MirrorCollectives:

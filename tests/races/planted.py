@@ -10,7 +10,7 @@ from unittest import mock
 import network
 
 from fullshard import _torch
-from fullshard.comm.streams import DeviceStream, InFlight, _DeviceWork
+from fullshard.comm.streams import CollectiveCall, DeviceStream, InFlight
 from fullshard.core.heartbeat import Heartbeats
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction
@@ -44,7 +44,8 @@ def pages_as_they_are_sent(heartbeats: Any, sent: Any, release: Any = Heartbeats
 def lane(order: str) -> Callable[..., Any]:
     """`DeviceStream.run` with two of its lines swapped, or one missing."""
 
-    def run(self: Any, start: Any, finish: Any, after: Any = None) -> Any:
+    def run(self: Any, start: Any, finish: Any, after: Any = None, call: Any = None) -> Any:
+        call = call or CollectiveCall()
         stream, compute = self._stream, _torch.current_stream(self._device)
 
         def wait() -> None:
@@ -60,15 +61,14 @@ def lane(order: str) -> Callable[..., Any]:
             event = stream.record_event()
             if order == "finish before the works":
                 finish()
-            for work in pending.works:
-                work.wait()
-            if pending.then is not None:
-                pending.then()
+            if pending is not None:
+                pending.wait()
             if order != "finish before the works":
                 finish()
             if order != "event before finish":
                 event = stream.record_event()
-            return _DeviceWork(event, self._device)
+            call.event, call.device = event, self._device
+            return call
 
     return run
 

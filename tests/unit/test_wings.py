@@ -26,8 +26,8 @@ BUILT_ON_CORE = {
 }  # they import fullshard.core, and no file behind it
 BELOW = {  # a package, and those that it may import
     "_torch": set(),
-    "comm": set(),
-    "checks": {"comm"},
+    "checks": set(),
+    "comm": {"checks"},
     "core": {"comm", "checks"},
     "state": {"core"},
     "optim": {"core"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,12 +106,12 @@ def exchange(
         torch._C._autograd._enable_record_function(True)
 
 
-def is_done(work: dist.Work) -> bool:
-    """Return True if a collective has completed."""
+def is_done(work: Any) -> bool:
+    """Return True if a collective has completed. `work` has `is_completed`, as torch's has."""
     # Not every backend updates `is_completed`. The future of the work, if the backend has futures, is up to date.
     if work.is_completed():
         return True
     try:
         return work.get_future().done()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, AttributeError):
         return False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fullshard import _torch
 
 
 @dataclass(slots=True)
@@ -26,16 +28,20 @@ class StartedWork:
     then: Callable[[], None] | None = None
     unpollable: bool = False
 
+    def wait(self) -> None:
+        """Order the current stream behind the works, and complete the collective."""
+        for work in self.works:
+            work.wait()
+        if self.then is not None:
+            self.then()
 
-def together(first: StartedWork, second: StartedWork) -> StartedWork:
-    """Combine two started collectives into one."""
-    thens = [started.then for started in (first, second) if started.then is not None]
+    def is_completed(self) -> bool:
+        """Return True if all works have completed."""
+        return not self.unpollable and all(map(_torch.is_done, self.works))
 
-    def both() -> None:
-        for then in thens:
-            then()
 
-    return StartedWork([*first.works, *second.works], both if thens else None, first.unpollable or second.unpollable)
+Started: TypeAlias = StartedWork | dist.Work | None
+"""What the start of a collective returns. torch.distributed returns None if the kernel is queued on the current stream."""
 
 
 class Collectives(Protocol):
@@ -60,7 +66,7 @@ class Collectives(Protocol):
     direct_min_bytes: float
     in_order: bool
 
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
         """Prepare an all-gather that can be started many times.
 
         Args:
@@ -72,7 +78,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
         """Start a reduce-scatter: write the sum over ranks of chunk `rank` of `fulls[i]`, times `scale`, to `outs[i]`.
 
         Args:
@@ -85,7 +91,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
+    def all_reduce(self, tensor: Tensor) -> Started:
         """Start an all-reduce (sum), in place.
 
         Args:
@@ -96,7 +102,7 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+    def all_reduce_max(self, tensor: Tensor) -> Started:
         """Start an all-reduce (maximum), in place. Heartbeats and set-up use it for small integers.
 
         Args:

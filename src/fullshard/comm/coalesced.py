@@ -10,26 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import StartedWork
+from fullshard.comm.base import Started, StartedWork
 from fullshard.policies import DIRECT_MIN_BYTES
 
 _CARRIED = {  # dtypes that every backend supports; tensors of other dtypes are all-gathered as bytes
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-
-
-class _Queued:
-    """Work of a collective whose kernel is already queued on the current stream. torch returns None for it."""
-
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_QUEUED = _Queued()
 
 
 class CoalescedCollectives:
@@ -50,45 +37,46 @@ class CoalescedCollectives:
         self._group, self._averages, self._stages = group, averages, stages
         self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages
 
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
         """Prepare an all-gather in one call, or in one call per tensor if the backend cannot coalesce."""
         group = self._group
         if outs[0].dtype not in _CARRIED:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
-        if self._stages and len(outs) > 1:
-            each = [_torch.all_gather_base(group, *pair) for pair in zip(outs, shards)]
-            return lambda: StartedWork([start() or _QUEUED for start in each])
         if len(outs) == 1:
-            start = _torch.all_gather_base(group, outs[0], shards[0])
-        else:
-            start = _torch.all_gather_coalesced(group, outs, shards)
-        return lambda: StartedWork((start() or _QUEUED,))
+            return _torch.all_gather_base(group, outs[0], shards[0])
+        if not self._stages:
+            return _torch.all_gather_coalesced(group, outs, shards)
+        each = [_torch.all_gather_base(group, *pair) for pair in zip(outs, shards)]
+        return lambda: _all_of([start() for start in each])
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
         """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
         average = self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
         group = self._group
+        started: Started
         if len(outs) == 1:
-            works = [_torch.reduce_scatter_base(group, outs[0], fulls[0], average=average) or _QUEUED]
+            started = _torch.reduce_scatter_base(group, outs[0], fulls[0], average=average)
         elif self._stages:
-            works = [_torch.reduce_scatter_base(group, *pair, average=average) or _QUEUED for pair in zip(outs, fulls)]
+            started = _all_of([_torch.reduce_scatter_base(group, *pair, average=average) for pair in zip(outs, fulls)])
         else:
-            works = [_torch.reduce_scatter_coalesced(group, outs, fulls, average=average) or _QUEUED]
-        then = None if average or scale == 1.0 else partial(_torch.scale, outs, scale)
-        return StartedWork(works, then)
+            started = _torch.reduce_scatter_coalesced(group, outs, fulls, average=average)
+        if average or scale == 1.0:
+            return started
+        return StartedWork(() if started is None else (started,), partial(_torch.scale, outs, scale))
 
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> StartedWork:
+    def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> Started:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
         sizes = list(received_sizes), list(sent_sizes)
-        work = dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=self._stages)
-        return StartedWork((work or _QUEUED,))
+        return dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=self._stages)
 
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
+    def all_reduce(self, tensor: Tensor) -> Started:
         """Start an all-reduce (sum), in place."""
-        return StartedWork((_torch.all_reduce_sum(self._group, tensor) or _QUEUED,))
+        return _torch.all_reduce_sum(self._group, tensor)
 
-    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+    def all_reduce_max(self, tensor: Tensor) -> Started:
         """Start an all-reduce (maximum), in place."""
-        return StartedWork((_torch.all_reduce_max(self._group, tensor) or _QUEUED,))
+        return _torch.all_reduce_max(self._group, tensor)
+
+
+def _all_of(works: Sequence[Started]) -> StartedWork:
+    return StartedWork([work for work in works if work is not None])

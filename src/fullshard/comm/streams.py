@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
 from fullshard import _torch
-from fullshard.comm.base import StartedWork
+from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, headline
+from fullshard.checks.state import WaitState
+from fullshard.checks.watchdog import Watchdog
+from fullshard.comm.base import Started, StartedWork
+from fullshard.comm.gloo import MessageTag, PeerLost
+from fullshard.errors import StateError
 
 
 class Work(Protocol):
@@ -54,118 +59,128 @@ class Interrupted(RuntimeError):
     """Raised by a repeated wait if an interrupt (Ctrl-C) cut the first wait short."""
 
 
-class _HostWork:
-    """A collective on the CPU. The thread that waits for it runs its copies and starts the work that follows it."""
+class CollectiveCall(LoggedCall):
+    """A collective on a stream, and its entry in the log. While a thread waits for it, the watchdog sees the call.
 
-    __slots__ = ("_failure", "_finish", "_followers", "_pending")
+    `HostStream.run` and `DeviceStream.run` return one by themselves, which is in no log, if no call is given to them.
+    """
 
-    def __init__(self, pending: StartedWork, finish: Callable[[], None]) -> None:
-        self._pending: StartedWork | None = pending  # None once the work has been waited for
-        self._finish = finish
-        self._followers: list[_DeferredWork] = []
-        self._failure: BaseException | None = None  # raised again by later waits
+    # These are defaults, and who makes a call sets the others: a constructor would cost one more Python call per collective.
+    streams: Streams | None = None  # on which `Streams.send` sent it
+    hash: int  # of all calls up to this one, from which messages get their tag; set if it starts later
+    start: Callable[[], Started] | None = None  # starts it later; None once it has started
 
-    def follow(self, later: _DeferredWork) -> None:
-        """Start `later` when this work has been waited for."""
-        if self._pending is None:
-            later.begin()
-        else:
-            self._followers.append(later)
+    work: Work | None = None  # on a lane of the caller's own
+    event: torch.Event | None = None  # on a device stream: recorded after it
+    device: torch.device  # of that stream
+
+    # On the CPU, the thread that waits for a collective runs its copies and starts the collective that follows it.
+    pending: Started = None
+    finish: Callable[[], None] | None = None  # None once it has been waited for
+    failure: Exception | None = None  # raised again by later waits
+    after: CollectiveCall | None = None  # which starts this one; None once this one has started
+    followers: tuple[CollectiveCall, ...] = ()
+
+    def begin(self) -> StartedWork:
+        """Start the collective, later than it was sent. Raises StateError if the log is closed."""
+        start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
+        assert start is not None
+        if self.streams is not None:
+            self.streams.message_tag.hash = self.hash
+            self.log.check_open()
+        started = start()
+        if isinstance(started, StartedWork):
+            return started
+        return StartedWork(() if started is None else (started,))
 
     def done(self) -> bool:
-        pending = self._pending
-        if pending is None or pending.unpollable:
-            return pending is None
-        for work in pending.works:
-            if not _torch.is_done(work):
-                return False
-        return True
+        """Return True if the collective has completed; False also for a completed one that cannot be polled."""
+        if self.work is not None:
+            return self.work.done()
+        if self.event is not None:
+            return self.event.query()
+        if self.finish is None or self.after is not None:
+            return self.finish is None
+        return self.pending is None or _torch.is_done(self.pending)
 
-    def wait(self) -> None:
-        pending = self._pending
-        if pending is None:
-            return
-        if self._failure is not None:  # gloo hangs if the same message is waited for twice
-            raise self._failure
+    def wait(self, *, block: bool = False) -> None:
+        """Order the compute stream behind the collective; with `block`, wait on the host as well.
+
+        Raises StateError if the collective failed, or ended because the ranks diverged.
+        """
+        streams, before = self.streams, None
+        state = None if streams is None else streams.wait_state
+        if state is not None:
+            before, state.call = state.call, self
         try:
-            for work in pending.works:
-                work.wait()
-            if pending.then is not None:
-                pending.then()
-            self._finish()
-            for later in self._followers:
-                later.begin()
-            self._followers.clear()
-            self._finish, self._pending = nothing, None
+            if self.event is not None:
+                _torch.current_stream(self.device).wait_event(self.event)
+                if block:
+                    self.event.synchronize()
+            elif self.work is not None:
+                if block:
+                    self.work.block()
+                else:
+                    self.work.wait()
+            elif self.failure is not None:  # gloo hangs if the same message is waited for twice
+                raise self.failure
+            elif self.finish is not None:
+                if self.after is not None:
+                    self.after.wait()
+                    if self.after is not None:
+                        raise Interrupted(
+                            "The collective cannot start: the work before it was interrupted. Run the step again."
+                        )
+                if self.pending is not None:
+                    self.pending.wait()
+                self.finish()
+                for later in self.followers:
+                    later.pending, later.after = later.begin(), None
+                self.finish = self.pending = None
+                self.followers = ()
         except Exception as failure:
-            self._failure = failure
-            raise
-        except BaseException as interrupt:  # Ctrl-C: the collective and its copies may be complete or not
-            self._failure = Interrupted(
+            self.failure = failure
+            if streams is None or isinstance(failure, StateError):
+                raise
+            if isinstance(failure, Interrupted):  # the cause is on this rank, so the states of the others are not requested
+                raise StateError(f"rank {self.log.rank}, {self}: {failure}") from failure
+            if state is None:
+                raise
+            raise streams.error_for(failure, self) from failure
+        except BaseException as interrupt:  # most come here, where the host spends its time waiting
+            self.failure = Interrupted(  # the collective and its copies may be complete or not
                 f"The collective cannot complete: {type(interrupt).__name__} interrupted an earlier wait for it. "
                 "Run the step again."
             )
+            if streams is not None:
+                streams.interrupted = True
             raise
+        finally:
+            if state is not None:
+                state.call = before
+        if streams is not None and self.log.desync_error is not None:
+            self.log.check_open()
 
-    block = wait
-
-
-class _DeferredWork:
-    """Work that starts when other work has been waited for, since the CPU has no streams to order them on."""
-
-    __slots__ = ("_before", "_begun", "_finish", "_start")
-
-    def __init__(self, before: Work, start: Callable[[], StartedWork], finish: Callable[[], None]) -> None:
-        self._before, self._finish = before, finish
-        self._start: Callable[[], StartedWork] = start
-        self._begun: _HostWork | None = None
-
-    def begin(self) -> None:
-        start, finish = self._start, self._finish
-        self._start, self._finish = StartedWork, nothing  # break the reference cycle with their owner
-        self._begun = _HostWork(start(), finish)
-
-    def done(self) -> bool:
-        return self._begun is not None and self._begun.done()
-
-    def wait(self) -> None:
-        self._before.wait()
-        if self._begun is None:
-            raise Interrupted("The collective cannot start: the work before it was interrupted. Run the step again.")
-        self._begun.wait()
-
-    block = wait
+    def block(self) -> None:
+        """Wait on the host as well. Raises StateError as `wait` does."""
+        self.wait(block=True)
 
 
 class HostStream:
     """The stream of the CPU: the backend's threads run a collective at once, and the thread that waits for it runs `finish`."""
 
-    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Work:
-        """Start the collective now or, with `after`, when `after` is waited for."""
-        if after is None:
-            return _HostWork(start(), finish)
-        later = _DeferredWork(after, start, finish)
-        after.follow(later)
-        return later
-
-
-class _DeviceWork:
-    """Work on a device stream: `event` is recorded on the stream after it."""
-
-    __slots__ = ("_device", "event")
-
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self.event, self._device = event, device
-
-    def done(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        _torch.current_stream(self._device).wait_event(self.event)
-
-    def block(self) -> None:
-        self.wait()
-        self.event.synchronize()
+    def run(
+        self, start: Callable[[], Started], finish: Callable[[], None], after: Any = None, call: CollectiveCall | None = None
+    ) -> CollectiveCall:
+        """Start the collective now or, with `after`, when `after` is waited for. `call`: the call to return."""
+        call = CollectiveCall() if call is None else call
+        call.finish = finish
+        if after is None or after.finish is None:
+            call.pending = start()
+        else:
+            call.start, call.after = start, after
+            after.followers += (call,)
+        return call
 
 
 class DeviceStream:
@@ -175,31 +190,32 @@ class DeviceStream:
         # High priority, so that copies in and out of messages are not delayed behind queued compute kernels.
         self._device, self._stream = device, torch.Stream(device=device, priority=-1)
 
-    def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Work:
-        """Queue the collective and `finish` at once, ordered by events.
+    def run(
+        self, start: Callable[[], Started], finish: Callable[[], None], after: Any = None, call: CollectiveCall | None = None
+    ) -> CollectiveCall:
+        """Queue the collective and `finish` at once, ordered by events. `call`: the call to return.
 
         If this raises, some kernels may be queued already, and the caller frees their memory. The compute stream then waits for
         this stream, so that no later kernel writes to that memory before the queued ones have run.
         """
+        call = CollectiveCall() if call is None else call
         compute, stream = _torch.current_stream(self._device), self._stream
         if after is None:
             stream.wait_stream(compute)
         else:
             stream.wait_event(after.event)
-        works: Sequence[Any] = ()
+        pending: Any = None
         try:
             with stream:
                 pending = start()
-                works = pending.works
-                for work in works:
-                    work.wait()
-                if pending.then is not None:
-                    pending.then()
+                if pending is not None:
+                    pending.wait()
                 finish()
-                return _DeviceWork(stream.record_event(), self._device)
+                call.event, call.device = stream.record_event(), self._device
+                return call
         except BaseException:
             with stream:  # this stream waits for the works that have started, and the compute stream for this stream
-                for work in works:
+                for work in pending.works if isinstance(pending, StartedWork) else (pending,):
                     with suppress(Exception):
                         work.wait()
             compute.wait_stream(stream)
@@ -213,6 +229,143 @@ def stream_for(device: torch.device) -> Lane:
 
 def nothing() -> None:
     """Do nothing: the `finish` of work that has none."""
+
+
+class Streams:
+    """The streams of one runtime, on which its collectives are sent and logged.
+
+    Attributes:
+        device: the device of the runtime.
+        async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
+        all_gather_stream: stream of the all-gathers.
+        reduce_scatter_stream: stream of the reduce-scatters, heartbeats and other collectives over shards.
+        all_reduce_stream: stream of the all-reduces over replicas.
+        copy_in_stream: stream for the casts and copies from host memory before an all-gather, so that those of the next unit do
+            not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
+        message_tag: the tag of the next messages, on backends whose messages carry tags.
+        watchdog: the watchdog of this process; None until there is a log with other ranks.
+        wait_state: the current wait of this thread, which the watchdog reads; None while `watchdog` is None.
+        next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
+        interrupted: True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over
+            (`Recovery` in core/runtime.py).
+    """
+
+    def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
+        self.device, self.message_tag = device, MessageTag()
+        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = lanes(device), lanes(device), lanes(device)
+        if not callable(getattr(self.all_gather_stream, "run", None)):
+            raise ValueError(
+                f"Expected CommPolicy.lanes to return a Lane, with the method run(), got {self.all_gather_stream!r}."
+            )
+        kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
+        self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
+        self.copy_in_stream = None if self.async_device is None else lanes(device)
+        self._are_pollable = kinds == {DeviceStream}  # from any thread
+        self.watchdog: Watchdog | None = None
+        self.wait_state: WaitState | None = None
+        self._in_flight: deque[CollectiveCall] | None = None  # for the watchdog; None on the CPU, where the host waits itself
+        self.next_event: object = None
+        self.interrupted = False
+
+    def wait_for_next_event(self) -> None:
+        """Order the compute stream behind `next_event`, if there is one, and clear it."""
+        event, self.next_event = self.next_event, None
+        if event is not None:
+            _torch.wait_for_event(self.device, event)
+
+    def send(
+        self,
+        stream: Lane,
+        fingerprints: GroupFingerprints,
+        action: str,
+        start: Callable[[], Started],
+        finish: Callable[[], None] = nothing,
+        after: Work | None = None,
+        *,
+        part: bool = False,
+    ) -> CollectiveCall:
+        """Run a collective on a stream and log it.
+
+        Args:
+            stream: the stream.
+            fingerprints: the fingerprints of a parameter group or of another caller, which also name the log.
+            action: text of the call in the log, equal on all ranks.
+            start: starts the collective.
+            finish: called on the stream after the collective completes.
+            after: work of another stream; the collective starts behind it instead of behind the compute stream.
+            part: True if the collective continues the call that was logged last, so that it is not logged again.
+
+        Returns:
+            The call, to be waited for.
+
+        Raises:
+            StateError: if the ranks diverged, or if another rank has ended.
+        """
+        call = CollectiveCall()
+        call.streams = self
+        call.log = log = fingerprints.log
+        call.fingerprint = fingerprint = fingerprints[action]
+        if part:
+            log.check_open()
+        else:
+            log.append(fingerprint)
+        call.number = log.before + len(log.fingerprints)
+        try:
+            if type(stream) is HostStream and after is None:  # as `run` does, without a call of it
+                if log.tagged:
+                    self.message_tag.hash = log.hash
+                call.finish, call.pending = finish, start()
+            elif type(stream) is DeviceStream:
+                stream.run(start, finish, after, call)
+            else:
+                call.hash = log.hash if log.tagged else 0
+                if type(stream) is HostStream:
+                    stream.run(start, finish, after, call)
+                else:
+                    call.start = start
+                    call.work = stream.run(call.begin, finish, getattr(after, "work", None) or after)
+        except (StateError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as failure:
+            raise self.error_for(failure, call) from failure
+        if self._in_flight is not None:
+            self._in_flight.append(call)
+        return call
+
+    def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:
+        """Return an error that names the collective that failed, and the states of the other ranks."""
+        log = call.log
+        if log.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
+            self.watchdog.peer_lost(call, failure.rank)
+        if log.desync_error is not None:
+            return StateError(log.desync_error)
+        where = "" if self.watchdog is None else self.watchdog.describe_peers(log)
+        text = f"rank {log.rank}, {call}: {headline(failure)}. {where}"
+        # While the other ranks were replying, the watchdog may have found the cause.
+        return StateError(text if log.desync_error is None else log.desync_error)
+
+    @contextmanager
+    def with_streams(self, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
+        """Within the block, run the collectives on `wrap(name, stream)` instead of each stream."""
+        plain = self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream
+        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = map(
+            wrap, ("gather", "reduce", "replicate"), plain
+        )
+        try:
+            yield
+        finally:
+            self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = plain
+
+    def wait_for_all_streams(self) -> None:
+        """Leave the current wait, and order the compute stream and the host behind all other streams."""
+        if self.wait_state is not None:
+            self.wait_state.leave()
+        for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
+            if stream is not None:
+                stream.run(StartedWork, nothing).wait()
+        # The interrupt may have come before a stream was ordered behind the backend's own stream, so events are not enough.
+        if self.async_device is not None:
+            torch.accelerator.synchronize(self.device.index)
 
 
 class InFlight:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from fullshard import _torch
-from fullshard.comm.base import Allocate, Collectives, StartedWork
+from fullshard.comm.base import Allocate, Collectives, Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +71,24 @@ class ObservedCollectives:
         self.gather_memory: Allocate | None = getattr(inner, "gather_memory", None)
         self.reduce_memory: Allocate | None = getattr(inner, "reduce_memory", None)
 
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
         """Prepare an all-gather that is reported each time it starts."""
         return partial(self.observed, "all_gather", self.inner.gatherer(outs, shards), outs)
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
         """Start a reduce-scatter, and report it."""
         return self.observed("reduce_scatter", partial(self.inner.reduce_scatter, outs, fulls, scale), fulls)
 
-    def all_reduce(self, tensor: Tensor) -> StartedWork:
+    def all_reduce(self, tensor: Tensor) -> Started:
         """Start an all-reduce (sum), and report it."""
         return self.observed("all_reduce", partial(self.inner.all_reduce, tensor), [tensor])
 
-    def all_reduce_max(self, tensor: Tensor) -> StartedWork:
+    def all_reduce_max(self, tensor: Tensor) -> Started:
         """Start an all-reduce (maximum), and count it as a heartbeat."""
         self._counter.record("heartbeat", [tensor], self.ranks)
         return self.inner.all_reduce_max(tensor)
 
-    def observed(self, kind: str, begin: Callable[[], StartedWork], fulls: Sequence[Tensor]) -> StartedWork:
+    def observed(self, kind: str, begin: Callable[[], Started], fulls: Sequence[Tensor]) -> Started:
         """Start a collective, and report it. `fulls`: the buffers with all ranks' chunks."""
         self._counter.record(kind, fulls, self.ranks)
         if not _torch.profiling():

@@ -35,11 +35,11 @@ subclasses.py          values of tensor subclasses: tensors inside of them, exac
 
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed
 from fullshard.comm.backends import collectives_for
-from fullshard.comm.base import Collectives, StartedWork, together
-from fullshard.comm.streams import HostStream, InFlight, Lane, Work, stream_for
+from fullshard.comm.base import Collectives, Started, StartedWork
+from fullshard.comm.streams import CollectiveCall, HostStream, InFlight, Lane, Work, stream_for
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
-from fullshard.core.communicator import CollectiveCall, Communicator
+from fullshard.core.communicator import Communicator
 from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.heartbeat import SentHeartbeat, message_length
 from fullshard.core.hooks import (

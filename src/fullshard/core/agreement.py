@@ -9,14 +9,14 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName, listed
-from fullshard.comm.base import Collectives, StartedWork
+from fullshard.comm.base import Collectives, Started
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis, group_of
 from fullshard.core.subclasses import plain_parts
@@ -239,7 +239,7 @@ class Agreement(Ranks):
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
                 start = partial(dist.broadcast, message, source, group=group, async_op=True)
-                self._send(self.groups[group], group, [moved], partial(_as_started, start))
+                self._send(self.groups[group], group, [moved], start)
             if moved is not mine:
                 mine.copy_(moved)
 
@@ -249,18 +249,16 @@ class Agreement(Ranks):
         group = group_of(self.ranks, first)
         sizes = list(received_sizes), list(sent_sizes)
         start = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
-        self._send(axis, group, [received], partial(_as_started, start))
+        self._send(axis, group, [received], start)
 
     # --- running and logging ---
 
-    def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], StartedWork]) -> None:
+    def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], Started]) -> None:
         assert self._communicator is not None
         collectives = self._communicator.collectives.of_process_group(group)
         self._send(self.groups[group], group, fulls, partial(start, collectives))
 
-    def _send(
-        self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], StartedWork]
-    ) -> None:
+    def _send(self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]) -> None:
         communicator = self._communicator
         assert communicator is not None
         fingerprints = self._fingerprints.get(axis.key)
@@ -268,7 +266,7 @@ class Agreement(Ranks):
             fingerprints = GroupFingerprints(communicator.log_of(axis), self._unit_name, self._subject)
             self._fingerprints[axis.key] = fingerprints
 
-        def recorded() -> StartedWork:
+        def recorded() -> Started:
             communicator.traffic.record(KIND, fulls, group.size())
             return start()
 
@@ -281,7 +279,3 @@ def _bytes_in(tensor: Tensor) -> bytes:
     """Return the bytes of a contiguous tensor."""
     moved = tensor.cpu()
     return ctypes.string_at(moved.data_ptr(), moved.nbytes)
-
-
-def _as_started(begin: Callable[[], Any]) -> StartedWork:
-    return StartedWork((begin(),))

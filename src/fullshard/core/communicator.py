@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,83 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, described, headline
-from fullshard.checks.state import WaitState
-from fullshard.checks.watchdog import Watchdog, watchdog_of
+from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, described, headline
+from fullshard.checks.watchdog import watchdog_of
 from fullshard.comm.backends import carries_tags
-from fullshard.comm.base import StartedWork
-from fullshard.comm.gloo import MessageTag, PeerLost
-from fullshard.comm.streams import DeviceStream, HostStream, Interrupted, Lane, Work, nothing
+from fullshard.comm.streams import Lane, Streams
 from fullshard.comm.traffic import TrafficCounter
 from fullshard.core.collectives_pool import CollectivesPool
 from fullshard.core.mesh import ShardAxis, with_subgroups
-from fullshard.errors import StateError, warn_once
+from fullshard.errors import warn_once
 from fullshard.policies import CheckPolicy
 
-_IMMEDIATE_STREAMS = {HostStream, DeviceStream}  # their `run` calls `start` before it returns
 _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its logs
-
-
-class CollectiveCall(LoggedCall):
-    """A collective on a stream, and its entry in the log. While a thread waits for it, the watchdog sees the call.
-
-    Attributes:
-        communicator: the communicator that runs the collective.
-        work: the work on the stream.
-        done: that of the work: returns True if it has completed, False also for completed work that cannot be polled.
-        start: starts the collective; None once it has started, and for a collective that starts at once.
-        hash: hash of all calls up to this one, from which its messages get their tag; unset if it starts at once.
-    """
-
-    # `Communicator.send` sets the attributes, since a constructor would cost one more Python call per collective.
-
-    __slots__ = ("communicator", "done", "hash", "start", "work")
-
-    communicator: Communicator
-    work: Work
-    done: Callable[[], bool]
-    start: Callable[[], StartedWork] | None
-    hash: int
-
-    def begin(self) -> StartedWork:
-        """Start the collective. Raises StateError if the log is closed."""
-        self.communicator.message_tag.hash = self.hash
-        self.log.check_open()
-        start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
-        assert start is not None
-        return start()
-
-    def wait(self, *, block: bool = False) -> None:
-        """Order the compute stream behind the work; with `block`, wait on the host as well.
-
-        Raises StateError if the collective failed, or ended because the ranks diverged.
-        """
-        work, state, before = self.work, self.communicator.wait_state, None
-        if state is not None:
-            before, state.call = state.call, self
-        try:
-            if block:
-                work.block()
-            else:
-                work.wait()
-        except Interrupted as failure:  # the cause is on this rank, so the states of the other ranks are not requested
-            raise StateError(f"rank {self.log.rank}, {self}: {failure}") from failure
-        except Exception as failure:
-            if state is None:
-                raise
-            raise self.communicator.error_for(failure, self) from failure
-        except BaseException:  # most interrupts (Ctrl-C) come here, where the host spends its time waiting
-            self.communicator.interrupted = True
-            raise
-        finally:
-            if state is not None:
-                state.call = before
-        if self.log.desync_error is not None:
-            self.log.check_open()
-
-    def block(self) -> None:
-        """Wait on the host as well. Raises StateError as `wait` does."""
-        self.wait(block=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,47 +56,18 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> N
             )
 
 
-class Communicator:
+class Communicator(Streams):
     """Runs and logs the collectives of one runtime, with one log per axis.
 
     Attributes:
-        device: the device of the runtime.
         traffic: counts messages and bytes.
-        message_tag: the tag of the next messages, on backends whose messages carry tags.
         collectives: creates the collectives of process groups.
-        watchdog: the watchdog of this process; None until there is a log with other ranks.
-        wait_state: the current wait of this thread, which the watchdog reads; None while `watchdog` is None.
-        all_gather_stream: stream of the all-gathers.
-        reduce_scatter_stream: stream of the reduce-scatters, heartbeats and other collectives over shards.
-        all_reduce_stream: stream of the all-reduces over replicas.
-        copy_in_stream: stream for the casts and copies from host memory before an all-gather, so that those of the next unit do
-            not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
-        async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
-        next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
-        interrupted: True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over
-            (`Recovery` in runtime.py).
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
-        self.device = device
-        self.traffic, self.message_tag = TrafficCounter(), MessageTag()
+        super().__init__(device, lanes)
+        self.traffic = TrafficCounter()
         self.collectives = CollectivesPool(device, self.traffic, self.message_tag)
-        self.watchdog: Watchdog | None = None
-        self.wait_state: WaitState | None = None
-        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = lanes(device), lanes(device), lanes(device)
-        if not callable(getattr(self.all_gather_stream, "run", None)):
-            raise ValueError(
-                f"Expected CommPolicy.lanes to return a Lane, with the method run(), got {self.all_gather_stream!r}."
-            )
-        self.copy_in_stream: Lane | None = None
-        kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
-        self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
-        if self.async_device is not None:
-            self.copy_in_stream = lanes(device)
-        self._starts_at_once = kinds <= _IMMEDIATE_STREAMS
-        self._in_flight: deque[CollectiveCall] | None = None  # for the watchdog; None on the CPU, where the host waits itself
-        self.next_event: object = None
-        self.interrupted = False
         self._logs: dict[tuple[int, int], _AxisLog] = {}  # by `ShardAxis.key`
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
@@ -195,7 +99,7 @@ class Communicator:
                 if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one
                     self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
                     self.wait_state.configure(*self._limits)
-                    if self.async_device is not None and self._starts_at_once:
+                    if self._are_pollable:
                         self._in_flight = self.wait_state.in_flight
                 log.abort = partial(abort_groups, groups, self.device)
                 watchdog.add(log)
@@ -237,78 +141,7 @@ class Communicator:
         if self.wait_state is not None:
             self.wait_state.configure(*self._limits)
 
-    def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:
-        """Return an error that names the collective that failed, and the states of the other ranks."""
-        log = call.log
-        if log.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
-            self.watchdog.peer_lost(call, failure.rank)
-        if log.desync_error is not None:
-            return StateError(log.desync_error)
-        where = "" if self.watchdog is None else self.watchdog.describe_peers(log)
-        text = f"rank {log.rank}, {call}: {headline(failure)}. {where}"
-        # While the other ranks were replying, the watchdog may have found the cause.
-        return StateError(text if log.desync_error is None else log.desync_error)
-
     # --- collectives ---
-
-    def wait_for_next_event(self) -> None:
-        """Order the compute stream behind `next_event`, if there is one, and clear it."""
-        event, self.next_event = self.next_event, None
-        if event is not None:
-            _torch.wait_for_event(self.device, event)
-
-    def send(
-        self,
-        stream: Lane,
-        fingerprints: GroupFingerprints,
-        action: str,
-        start: Callable[[], StartedWork],
-        finish: Callable[[], None] = nothing,
-        after: Work | None = None,
-        *,
-        part: bool = False,
-    ) -> CollectiveCall:
-        """Run a collective on a stream and log it.
-
-        Args:
-            stream: the stream.
-            fingerprints: the fingerprints of a parameter group or of another caller, which also name the log.
-            action: text of the call in the log, equal on all ranks.
-            start: starts the collective.
-            finish: called on the stream after the collective completes.
-            after: work of another stream; the collective starts behind it instead of behind the compute stream.
-            part: True if the collective continues the call that was logged last, so that it is not logged again.
-
-        Returns:
-            The call, to be waited for.
-
-        Raises:
-            StateError: if the ranks diverged, or if another rank has ended.
-        """
-        sent = CollectiveCall()
-        sent.communicator = self
-        sent.log = log = fingerprints.log
-        sent.fingerprint = fingerprint = fingerprints[action]
-        if not part:
-            log.append(fingerprint)
-        sent.number = log.before + len(log.fingerprints)
-        # A collective that starts at once needs no check by `CollectiveCall.begin`: `log.append` has just raised if the log is
-        # closed. A collective that starts later, or whose messages carry a tag, needs it.
-        if after is not None or not self._starts_at_once:
-            sent.start, start = start, sent.begin
-            sent.hash = log.hash if log.tagged else sent.number  # without tags the hash is not read, so it is not computed
-        elif log.tagged:
-            self.message_tag.hash = log.hash
-        try:
-            sent.work = stream.run(start, finish) if after is None else stream.run(start, finish, after=after)
-            sent.done = sent.work.done
-        except (StateError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as failure:
-            raise self.error_for(failure, sent) from failure
-        if self._in_flight is not None:
-            self._in_flight.append(sent)
-        return sent
 
     def all_reduce(
         self, axis: ShardAxis, fingerprints: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
@@ -319,28 +152,5 @@ class Communicator:
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_scatter_stream, fingerprints, action, partial(reduce, tensor)).wait()
 
-    @contextmanager
-    def with_streams(self, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
-        """Within the block, run the collectives on `wrap(name, stream)` instead of each stream."""
-        plain = self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream
-        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = map(
-            wrap, ("gather", "reduce", "replicate"), plain
-        )
-        try:
-            yield
-        finally:
-            self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = plain
 
-    def wait_for_all_streams(self) -> None:
-        """Leave the current wait, and order the compute stream and the host behind all other streams."""
-        if self.wait_state is not None:
-            self.wait_state.leave()
-        for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
-            if stream is not None:
-                stream.run(StartedWork, nothing).wait()
-        # The interrupt may have come before a stream was ordered behind the backend's own stream, so events are not enough.
-        if self.async_device is not None:
-            torch.accelerator.synchronize(self.device.index)
-
-
-__all__ = ["CollectiveCall", "Communicator"]
+__all__ = ["Communicator"]

@@ -9,9 +9,9 @@ from itertools import chain
 import torch
 
 from fullshard.checks.collective_log import DIGEST, CollectiveLog, GroupFingerprints, UnitName
-from fullshard.comm.base import StartedWork
-from fullshard.comm.streams import nothing
-from fullshard.core.communicator import CollectiveCall, Communicator
+from fullshard.comm.base import Started, StartedWork
+from fullshard.comm.streams import CollectiveCall, nothing
+from fullshard.core.communicator import Communicator
 from fullshard.core.reduction import Reduction
 from fullshard.errors import StateError
 
@@ -86,13 +86,13 @@ class Heartbeat:
         if self._async_device is not None:
             self._pinned.copy_(self._written)
 
-    def start(self) -> StartedWork:
+    def start(self) -> Started:
         """Start the all-reduce over the shards."""
         if self._async_device is not None:
             self._message.copy_(self._pinned, non_blocking=True)
         return self.reductions[0].group.collectives.reduce.all_reduce_max(self._message)
 
-    def start_over_replicas(self) -> StartedWork:
+    def start_over_replicas(self) -> Started:
         """Start the all-reduce over the replicas, after the one over the shards."""
         replicas = self.reductions[0].group.collectives.replicate
         return StartedWork() if replicas is None else replicas.all_reduce_max(self._message)
@@ -170,7 +170,7 @@ class Heartbeats:
         work = communicator.send(communicator.reduce_scatter_stream, fingerprints, "heartbeat", beat.start, finish)
         if over_replicas:
             stream, start = communicator.all_reduce_stream, beat.start_over_replicas
-            work = communicator.send(stream, fingerprints, "heartbeat", start, beat.finish, work.work, part=True)
+            work = communicator.send(stream, fingerprints, "heartbeat", start, beat.finish, work, part=True)
         return beat, work
 
     def read_now(self, sent: Sequence[SentHeartbeat]) -> None:

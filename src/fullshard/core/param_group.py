@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints
-from fullshard.comm.base import Collectives, StartedWork
-from fullshard.comm.streams import Lane, Work, nothing
-from fullshard.core.communicator import CollectiveCall, Communicator
+from fullshard.comm.base import Collectives, Started
+from fullshard.comm.streams import CollectiveCall, Lane, Work, nothing
+from fullshard.core.communicator import Communicator
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.memory import Purpose
@@ -548,7 +548,7 @@ class ParamGroup:
         """Return the memory of the sum over all ranks, (shard_layout.shard_numel,): `reduced`, the sum over shards, itself."""
         return reduced
 
-    def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> StartedWork:
+    def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:
         """Start the reduction of `reduced`, the sum over shards, over the replicas, into `total`."""
         return replicas.all_reduce(reduced)
 

@@ -136,7 +136,7 @@ class GradientReducer:
                 group.replication,
                 reduction.replicate,
                 reduction.finish_replicated,
-                after=work.work,
+                after=work,
             )
             self.replicating.push(work, reduction.release_reduced_shard, polled=own_memory and reduction.factors.hook is None)
             self.replicates = True

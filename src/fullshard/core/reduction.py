@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import Collectives, StartedWork
+from fullshard.comm.base import Collectives, Started, StartedWork
 from fullshard.comm.streams import Work
 from fullshard.core.packing import copy_slice, pack
 from fullshard.core.param_group import ParamGroup
@@ -174,7 +174,7 @@ class Reduction:
 
     # --- on the streams of the collectives ---
 
-    def start(self) -> StartedWork:
+    def start(self) -> Started:
         """Start the reduce-scatter over shards."""
         if self._flat_grads:
             return self._start_slices()
@@ -186,15 +186,16 @@ class Reduction:
         reduce_scatter = collectives.reduce_scatter if is_observed else collectives.inner.reduce_scatter
         return reduce_scatter(outputs, inputs, self.factors.scale)
 
-    def _start_slices(self) -> StartedWork:
+    def _start_slices(self) -> Started:
         """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""
         group, plan, messages = self.group, self.group.reduction, self._inputs
         ranks, collectives = group.layout.ranks, group.collectives.reduce
         most = max(ranks * sum(part.size for part in parts) for parts in plan.slices)
         buffer = torch.empty(most, dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
-        started = StartedWork()
+        started: Started = None
         for parts in plan.slices:
-            _complete(started)  # the previous collective reads the buffer that the next copy writes
+            if started is not None:
+                started.wait()  # the previous collective reads the buffer that the next copy writes
             at = 0
             for part in parts:
                 place = group.layout.offsets[part.parameter]
@@ -225,7 +226,7 @@ class Reduction:
         """The reduce-scatter output, (shard_numel,)."""
         return self._reduced_shard
 
-    def replicate(self) -> StartedWork:
+    def replicate(self) -> Started:
         """Start the reduction over replicas."""
         if self.factors.replicas is None or not self._reduced_shard.numel():
             return StartedWork()
@@ -369,14 +370,6 @@ def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[i
     indices = {part.parameter for message in group.reduction.slices for part in message}
     found = ((index, grads[index]) for index in sorted(indices))
     return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
-
-
-def _complete(started: StartedWork) -> None:
-    """Order the current stream after a collective, and complete it."""
-    for work in started.works:
-        work.wait()
-    if started.then is not None:
-        started.then()
 
 
 def _add(total: Tensor, more: Tensor) -> None:

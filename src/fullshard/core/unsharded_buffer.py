@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fullshard.comm.base import StartedWork
+from fullshard.comm.base import Started, StartedWork
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
 from fullshard.core.memory import MEMORY, Memory, Purpose
@@ -157,8 +157,8 @@ class AllGather:
 
     __slots__ = ("_copy_in_steps", "_copy_out_steps", "copies_in")
 
-    begin: Callable[[], StartedWork]
-    observed: Callable[[], StartedWork]
+    begin: Callable[[], Started]
+    observed: Callable[[], Started]
 
     def __init__(self, before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
         self.copies_in, self._copy_in_steps, self._copy_out_steps = bool(before), before, after
@@ -169,13 +169,13 @@ class AllGather:
             step()
         return StartedWork()
 
-    def copy_in_and_begin(self) -> StartedWork:
+    def copy_in_and_begin(self) -> Started:
         """Copy in and start the collective."""
         for step in self._copy_in_steps:
             step()
         return self.begin()
 
-    def copy_in_and_observed(self) -> StartedWork:
+    def copy_in_and_observed(self) -> Started:
         """Copy in and start the collective, and report it."""
         self.copy_in()
         return self.observed()
@@ -193,11 +193,11 @@ class PlannedAllGather(AllGather):
 
     def __init__(
         self,
-        begin: Callable[[], StartedWork],
+        begin: Callable[[], Started],
         before: Sequence[Step] = (),
         after: Sequence[Step] = (),
         *,
-        observed: Callable[[], StartedWork] | None = None,
+        observed: Callable[[], Started] | None = None,
     ) -> None:
         super().__init__(before, after)
         self.begin, self.observed = begin, begin if observed is None else observed
@@ -216,7 +216,7 @@ class CustomMemoryAllGather(AllGather):
         # The all-gather output. The custom all-gather allocates it when the collective starts, once for this object.
         self._staging: Tensor | None = None
 
-    def begin(self) -> StartedWork:  # type: ignore[override]
+    def begin(self) -> Started:  # type: ignore[override]
         """Allocate the all-gather output, copy the shard into this rank's chunk of it, and start the collective."""
         allocate, size = self._collectives.gather_memory, self._shard.numel()
         assert allocate is not None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import Allocate, Collectives, StartedWork
+from fullshard.comm.base import Allocate, Collectives, Started, StartedWork
 from fullshard.core import Unit, require_unit
 from fullshard.errors import check_bool
 from fullshard.frontend.module import FSDPModule, sharded_method
@@ -47,7 +47,7 @@ class CustomCollectives:
         self.gather_memory: Allocate | None = memory if all_gather is None else all_gather.allocate
         self.reduce_memory: Allocate | None = memory if reduce_scatter is None else reduce_scatter.allocate
 
-    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
+    def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
         """Prepare the custom all-gather; without one, the all-gather of `inner`."""
         call = self._gather
         if call is None:
@@ -64,7 +64,7 @@ class CustomCollectives:
 
         return gather
 
-    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
+    def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
         """Start the custom reduce-scatter; without one, the reduce-scatter of `inner`."""
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)

@@ -27,6 +27,7 @@ from fullshard.core import (
     ParamOffsets,
     ReductionPlan,
     ShardAxis,
+    Started,
     StartedWork,
     UnshardedBuffer,
     Work,
@@ -128,7 +129,7 @@ class TwoHopGroup(ParamGroup):
         if inner.version != version:
             inner.free()
             hop = inner.allocate(version)
-            after = self.send(communicator, communicator.all_reduce_stream, hop, f"{action} over replicas").work
+            after = self.send(communicator, communicator.all_reduce_stream, hop, f"{action} over replicas")
         return super().start_all_gather(communicator, action, after)
 
     def finish_all_gather(self) -> None:
@@ -173,19 +174,18 @@ class TwoHopGroup(ParamGroup):
         numel, memory = self.shard_layout.shard_numel, self.storage.memory
         return memory.empty(numel, "gradients", dtype=reduced.dtype, device=reduced.device)
 
-    def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> StartedWork:
+    def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:
         """Start the reduce-scatter of the sum over shards, which has the layout of the inner shard, over the replicas."""
         places = self.shard_layout.offsets
         parts = [reduced[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places]
         inputs, outputs = zip(*pack(self._scatter, parts, total, torch.empty, factor=1.0, in_place=False))
         started = replicas.reduce_scatter(outputs, inputs, 1.0)
-        return replace(started, then=partial(_complete, started, inputs))
+        return StartedWork(() if started is None else (started,), partial(_release, [inputs]))
 
 
-def _complete(started: StartedWork, inputs: Any) -> None:
-    """Complete a reduce-scatter. `inputs` are kept until then."""
-    if started.then is not None:
-        started.then()
+def _release(inputs: list[Any]) -> None:
+    """Release the inputs of a reduce-scatter, which were kept until it completed."""
+    inputs.clear()
 
 
 register_group(TwoHopGroup)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from fullshard import _torch
-from fullshard.core import HostStream, StartedWork, Work, collectives_for
+from fullshard.core import HostStream, Started, Work, collectives_for
 from fullshard.foresight.hardware import DEFAULT_GPU, GIB, GPUS, NETWORKS, Gpu, Network, write_machine
 from fullshard.foresight.rates import attention_fraction
 
@@ -314,11 +314,11 @@ class _Bench:
         return times
 
 
-def _begin(start: Callable[[], StartedWork]) -> Work:
+def _begin(start: Callable[[], Started]) -> Work:
     return HostStream().run(start, lambda: None)
 
 
-def _run(start: Callable[[], StartedWork]) -> None:
+def _run(start: Callable[[], Started]) -> None:
     _begin(start).wait()
 
 

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, UnitOptions, together
+from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, UnitOptions
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.program import Program
 from fullshard.policies import CPUOffloadPolicy, Dtypes
@@ -372,7 +372,7 @@ class SimulatedReduction:
         sizes = [nbytes] if segments else []
         sizes += [prod(layout.offsets[index].shape) * dtype.itemsize for index in scatter.direct]
         started = group.reduce_collective(Message("reduce_scatter", dtype, sum(sizes), len(sizes), plan.replicas))
-        return together(started, StartedWork(then=partial(group.ledger.free, packed)))
+        return StartedWork((started,), partial(group.ledger.free, packed))
 
     def finish_replicated(self) -> None:
         """Finish the last collective."""

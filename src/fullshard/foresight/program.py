@@ -170,9 +170,7 @@ class RecordedStream:
             return RecordedWork(program, launch, self._host.run(begun, finish, None if after is None else after.inner))
 
         def whole() -> StartedWork:
-            pending = begun()
-            if pending.then is not None:
-                pending.then()
+            begun().wait()
             finish()
             return StartedWork()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, StartedWork, Unit
+from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, Started, Unit
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 
 Shape = tuple[int, ...]
@@ -373,10 +373,10 @@ class OwnerExchange:
         self._in_flight[call] = sent
         return call
 
-    def _counted(self, kind: str, tensor: Tensor, ranks: int, start: Callable[[], StartedWork]) -> Callable[[], StartedWork]:
+    def _counted(self, kind: str, tensor: Tensor, ranks: int, start: Callable[[], Started]) -> Callable[[], Started]:
         """Return `start` with a record of its message."""
 
-        def counted() -> StartedWork:
+        def counted() -> Started:
             self._communicator.traffic.record(kind, [tensor], ranks)
             return start()
 
