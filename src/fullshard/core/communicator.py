@@ -1,4 +1,4 @@
-"""The communicator: runs the collectives of units on streams, logs each one, and lets the watchdog see each wait."""
+"""The communicator: the collectives of process groups, and the log of the collectives of each axis."""
 
 from __future__ import annotations
 
