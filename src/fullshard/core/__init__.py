@@ -14,7 +14,7 @@ packing.py             ReductionPlan: layout of a group's gradients in collectiv
 reduction.py           Reduction: reduce-scatter, all-reduce, cast and commit of the gradients of one group
 reducer.py             GradientReducer: reductions in flight, and when their gradients become .grad
 heartbeat.py           the all-reduce at the end of a synchronized backward
-communicator.py        collectives of process groups, and the log of each axis; streams and calls are in comm/streams.py
+communicator.py        collectives of process groups, and the log of each axis
 collectives_pool.py    the collectives of process groups, and what the options of a unit make of them
 agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
 sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and their slots; what replaced a parameter
