@@ -36,7 +36,11 @@ class StartedWork:
             self.then()
 
     def is_completed(self) -> bool:
-        """Return True if all works have completed."""
+        """Return True if all works have completed.
+
+        Returns:
+            False also if they cannot be polled.
+        """
         return not self.unpollable and all(map(_torch.is_done, self.works))
 
 
