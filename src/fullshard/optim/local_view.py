@@ -43,12 +43,12 @@ def local_view(optimizer: OptimizerT) -> OptimizerT:
     number is that of the shard. The first step tries a parameter of each shape in its whole shape, and warns if that gives
     something else. Optimizers of torch.optim need no call.
 
-    Inside `step()`, `param_groups` and `state` hold plain Parameters over this rank's rows, with the attributes of the
-    sharded parameters. Outside of it, in closures and in
-    hooks, they hold the sharded parameters and DTensors as before. So clipping, GradScaler, schedulers, `state_dict()` and
-    checkpoints work unchanged. References to parameters in other attributes of the optimizer are not replaced. A parameter
-    without rows on this rank is represented by a few zeros, since fused kernels may skip or reject empty tensors. States of
-    one rank, as scales of its rows, cannot be saved: `state_dict()` raises StateError if a plain state differs between ranks.
+    Inside `step()`, `param_groups` and `state` hold plain Parameters over this rank's rows, with the attributes of the sharded
+    parameters. Outside of it, in closures and in hooks, they hold the sharded parameters and DTensors as before. So clipping,
+    GradScaler, schedulers, `state_dict()` and checkpoints work unchanged. References to parameters in other attributes of the
+    optimizer are not replaced. A parameter without rows on this rank is represented by a few zeros, since fused kernels may
+    skip or reject empty tensors. States of one rank, as scales of its rows, cannot be saved: `state_dict()` raises StateError
+    if a plain state differs between ranks.
 
     Args:
         optimizer: a `torch.optim.Optimizer` whose class defines `step`. Call this before other code wraps `step`, for example

@@ -42,15 +42,13 @@ def whole_view(
     weight travels back. The states of a parameter, factors of any shape among them, are on its owner only.
 
     The optimizer must compute each parameter from this parameter, its gradient, its state and the options alone. One that
-    combines several raises an error as soon as a step changes its plain options differently on the ranks, as Prodigy's estimate
-    of the distance does, or as a parameter steps otherwise alone than with others, as with clipping by the norm of all
-    gradients. To find that, the steps 1, 2, 4, 8 and so on first step one parameter of each rank alone, undo that, and compare.
+    combines several raises an error as soon as a step changes its plain options differently on the ranks, or as a parameter
+    steps otherwise alone than with others, which steps 1, 2, 4, 8 and so on try with one parameter of each rank, and undo.
 
     Inside of the step, the plain Parameters have the attributes of the sharded ones. Outside of it, `param_groups` hold the
-    sharded parameters as before, so clipping, GradScaler and schedulers work
-    unchanged. `state_dict()` has the states of the own parameters on each rank. torch.distributed.checkpoint saves them all,
-    under names that do not depend on the owner, and loads them with another number of ranks, into an optimizer that has
-    stepped once.
+    sharded parameters as before, so clipping, GradScaler and schedulers work unchanged. `state_dict()` has the states of the
+    own parameters on each rank. torch.distributed.checkpoint saves them all, under names that do not depend on the owner, and
+    loads them with another number of ranks, into an optimizer that has stepped once.
 
     `torch.optim.Muon` needs no call; with `split`, it computes with the pieces. A copy of an optimizer, by copy.deepcopy or
     pickle, needs a call of its own: Optimizer copies options and states only.
@@ -63,8 +61,7 @@ def whole_view(
         cost: function of a `Matrix` that returns the time of a step for it, in any unit; None for that of Newton-Schulz.
         restorable: True to copy the states of own parameters during a step. If a rank fails, then states and options are as
             before, and of the attributes of the optimizer plain values, their lists, sets and dicts, and tensors; other objects
-            are not restored. False to save this memory: then a failed step leaves the optimizer unusable until a
-            state dict is loaded.
+            are not restored. False to save this memory: then no step follows one that failed until states are loaded.
 
     Returns:
         The same `optimizer`.

@@ -136,52 +136,42 @@ def verify(
     check_int("ranks", ranks)
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
         raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
-    program = partial(_verdict, build, batch, steps, shard, loss, optimizer, seed, tolerance)
+
+    def program() -> Verdict:
+        """Train and compare on this rank."""
+        torch.manual_seed(seed)
+        plain = build()
+        torch.manual_seed(seed)
+        sharded = build()
+        shard(sharded)
+        device = next((p.device for p in sharded.parameters()), torch.device("cpu"))
+        plain.to(device)
+        optimizers = [optimizer(m.parameters(), lr=1e-3) for m in (plain, sharded)]
+        compared = partial(_difference, tolerance)
+        first: Difference | None = None
+        for step in range(steps):
+            losses = []
+            for model in (plain, sharded):
+                torch.manual_seed(seed + 1 + step)
+                losses.append(loss(_call(model, _batch(batch, step, device))))
+                losses[-1].backward()
+            ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())
+            found = [compared(step, "loss", "", losses[1], losses[0])]  # on every rank: comparing is collective
+            found += [compared(step, "gradient", name, ours[name].grad, p.grad) for name, p in theirs.items()]
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+            found += [compared(step, "value", name, ours[name], p) for name, p in theirs.items()]
+            first = next((difference for difference in found if difference is not None), None)
+            if ext.any_failed(None, first is not None):
+                break
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, first)
+        return Verdict(
+            steps, len(of_ranks), len(list(plain.parameters())), next((one for one in of_ranks if one is not None), None)
+        )
+
     return program() if dist.is_initialized() else _run_on_processes(program, ranks)
-
-
-def _verdict(
-    build: Build,
-    batch: Any,
-    steps: int,
-    shard: Callable[[nn.Module], object],
-    loss: Loss,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    seed: int,
-    tolerance: float,
-) -> Verdict:
-    """Return the verdict of `verify` with these arguments. Every rank calls it."""
-    torch.manual_seed(seed)
-    plain = build()
-    torch.manual_seed(seed)
-    sharded = build()
-    shard(sharded)
-    device = next((p.device for p in sharded.parameters()), torch.device("cpu"))
-    plain.to(device)
-    optimizers = [optimizer(m.parameters(), lr=1e-3) for m in (plain, sharded)]
-    compared = partial(_difference, tolerance)
-    first: Difference | None = None
-    for step in range(steps):
-        losses = []
-        for model in (plain, sharded):
-            torch.manual_seed(seed + 1 + step)
-            losses.append(loss(_call(model, _batch(batch, step, device))))
-            losses[-1].backward()
-        ours, theirs = dict(sharded.named_parameters()), dict(plain.named_parameters())
-        found = [compared(step, "loss", "", losses[1], losses[0])]  # on every rank: comparing is collective
-        found += [compared(step, "gradient", name, ours[name].grad, p.grad) for name, p in theirs.items()]
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
-        found += [compared(step, "value", name, ours[name], p) for name, p in theirs.items()]
-        first = next((difference for difference in found if difference is not None), None)
-        if ext.any_failed(None, first is not None):
-            break
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, first)
-    return Verdict(
-        steps, len(of_ranks), len(list(plain.parameters())), next((one for one in of_ranks if one is not None), None)
-    )
 
 
 def _batch(batch: Any, step: int, device: torch.device) -> Any:
