@@ -612,8 +612,7 @@ class Unit:
             self.ensure_sharded(doing="set_states()")
 
     def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
-        """Give parameters to another unit. Raise StateError if gradients of this one are in flight, before any change."""
-        self.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
+        """Give parameters to another unit, after `check_delivered`."""
         self.invalidate_unsharded()
         ids = {id(parameter) for parameter in gone}
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]

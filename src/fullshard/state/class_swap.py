@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,8 +72,7 @@ def install_unit(unit: Unit, mixin: type | None, managed: Iterable[nn.Module] = 
 # --- copies and pickles --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ParameterSnapshot:
+class ParameterSnapshot(NamedTuple):
     """Snapshot of one sharded parameter."""
 
     ref: ParamRef  # its name, a copy of the sharded parameter, and its slots
@@ -144,46 +143,30 @@ def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedS
         for module in copies:
             detach_unit(module)
             _torch.detach_state(module)
-        parameters = [
-            ParameterSnapshot(
-                ParamRef(
-                    parameter.name,
-                    memo[id(parameter.sharded)],
-                    [Slot(memo[id(i.module)], i.name) for i in parameter.slots],
-                ),
-                parameter.sharding,
-                {key: copy.deepcopy(value, memo) for key, value in user_attributes(parameter.sharded).items()},
-                parameter.keeps_dtype,
-                parameter.grad_dtype,
-            )
-            for parameter in unit.parameters
-        ]
+        parameters: list[ParameterSnapshot] = []
+        for parameter in unit.parameters:
+            slots = [Slot(memo[id(slot.module)], slot.name) for slot in parameter.slots]
+            ref = ParamRef(parameter.name, memo[id(parameter.sharded)], slots)
+            own = {key: copy.deepcopy(value, memo) for key, value in user_attributes(parameter.sharded).items()}
+            parameters.append(ParameterSnapshot(ref, parameter.sharding, own, parameter.keeps_dtype, parameter.grad_dtype))
         parts.append(UnitSnapshot(copies, mixin, unit.name, unit.axis, unit.options, unit.global_id, parameters))
     return ShardedSnapshot(plain, parts)
 
 
 def from_snapshot(parts: ShardedSnapshot) -> nn.Module:
     """Rebuild the units of a snapshot in place, and return its root (the inverse of `to_snapshot`)."""
-    for unit_snapshot in parts.units:
+    for one in parts.units:
         rebuilt: list[ShardedParameter] = []
         with torch.no_grad():
-            for snapshot in unit_snapshot.parameters:
-                parameter = ShardedParameter(
-                    snapshot.ref,
-                    snapshot.sharding,
-                    snapshot.ref.parameter,
-                    keeps_dtype=snapshot.keeps_dtype,
-                    grad_dtype=snapshot.grad_dtype,
-                )
-                parameter.sharded.__dict__.update(snapshot.attributes)
+            for ref, sharding, attributes, keeps_dtype, grad_dtype in one.parameters:
+                parameter = ShardedParameter(ref, sharding, ref.parameter, keeps_dtype=keeps_dtype, grad_dtype=grad_dtype)
+                parameter.sharded.__dict__.update(attributes)
                 rebuilt.append(parameter)
-            unit = make_unit(
-                unit_snapshot.modules, rebuilt, unit_snapshot.axis, unit_snapshot.options, global_id=unit_snapshot.global_id
-            )
-            unit.unit_name.name = unit_snapshot.name
+            unit = make_unit(one.modules, rebuilt, one.axis, one.options, global_id=one.global_id)
+            unit.unit_name.name = one.name
             for parameter in rebuilt:
                 parameter.put(parameter.sharded)
-        install_unit(unit, unit_snapshot.mixin)
+        install_unit(unit, one.mixin)
     return parts.root
 
 
