@@ -87,6 +87,7 @@ class Piece:
 
     parameter: ShardedParameter
     unit: Unit
+    name: str  # of the unit and of the parameter in it, and the range of the piece
     matrix: Matrix  # the piece in this rank's block, sharded over the shard axis
     # the tensor-parallel axis over which the piece is distributed; None if this rank's block has all of it
     tensor_parallel: ShardAxis | None
@@ -94,12 +95,6 @@ class Piece:
     cut: tuple[int, int, int] | None  # (dim, start, length) of the piece in this rank's shard; None for all of the shard
     number: int | None  # its number among the pieces of the parameter; None if the parameter is one matrix
     count: int  # number of pieces of the parameter, in all blocks
-    place: str  # its rows in the parameter, as "[0:4]"; empty for all of them
-
-    @property
-    def name(self) -> str:
-        """Names of the unit and of the parameter in it, and the range of the piece."""
-        return _name_of(self.parameter, self.unit) + self.place
 
     @property
     def mesh_key(self) -> MeshKey:
@@ -116,59 +111,45 @@ def pieces_of(parameter: ShardedParameter, how: Pieces | None = None) -> list[Pi
     """Return the matrices of a parameter in order, without those in blocks of other ranks under tensor parallelism."""
     unit = parameter.unit()
     assert unit is not None
-    name, shape = _name_of(parameter, unit), tuple(parameter.sharding.shape)
+    sharding, is_piece = parameter.sharding, how is not None
+    name, shape = ".".join(filter(None, (unit.unit_name.name, parameter.name))), tuple(sharding.shape)
     blocks = _blocks_of(parameter, name)
-    if how is None:
-        return [_piece(parameter, unit, blocks, 0, range(shape[0]), 0, None, 1)]
+    dim, ranges = (0, [range(shape[0])]) if how is None else (how.dim, how.ranges(shape, name=name))
     found: list[Piece] = []
-    ranges = how.ranges(shape, name=name)
     for number, rows in enumerate(ranges):
-        of_blocks, begin = blocks, 0
-        if blocks is not None and blocks.dim == how.dim and len(ranges) > 1:
+        over, start = blocks, rows.start  # the blocks that the piece is in, and where it begins in this rank's block
+        if blocks is not None and blocks.dim == dim and len(ranges) > 1:
             # The tensor-parallel axis shards the dim that is split. So a block has a piece as a whole, or nothing of it.
             if not blocks.contains(rows, name=name):
                 continue
-            of_blocks, begin = None, blocks.own.start
-        found.append(_piece(parameter, unit, of_blocks, how.dim, rows, begin, number, len(ranges)))
+            over, start = None, rows.start - blocks.own.start
+        is_all = len(rows) == shape[dim]
+        place = "" if is_all else f"[{': ,' * dim}{rows.start}:{rows.stop}]"
+        title = f"{unit.global_id} {parameter.name}{place}"
+        whole_shape = _with_length(shape, dim, len(rows))
+        block_shape = whole_shape if over is None else _with_length(whole_shape, over.dim, len(over.own))
+        matrix = Matrix(title, block_shape, sharding.dim, is_piece=is_piece)
+        cut: tuple[int, int, int] | None = None
+        if not is_all and dim != sharding.dim:  # each shard has the same rows of the piece
+            cut = dim, start, len(rows)
+        elif not is_all:  # the shard axis shards the dim that is split, so the piece is a range of the rows of all shards
+            matrix = Matrix(title, block_shape, dim, start, sharding.local_shape[dim], is_piece=True)
+            here = len(matrix.rows(sharding.axis.ranks, sharding.axis.rank))
+            cut = dim, max(0, start - sharding.extent.start) if here else 0, here
+        found.append(
+            Piece(
+                parameter,
+                unit,
+                name + place,
+                matrix,
+                tensor_parallel=None if over is None else over.axis,
+                whole=matrix if over is None else Matrix(title, whole_shape, over.dim, is_piece=is_piece),
+                cut=cut,
+                number=number if is_piece else None,
+                count=len(ranges),
+            )
+        )
     return found
-
-
-def _piece(
-    parameter: ShardedParameter,
-    unit: Unit,
-    blocks: _Blocks | None,
-    dim: int,
-    rows: range,
-    begin: int,
-    number: int | None,
-    count: int,
-) -> Piece:
-    """Return the piece of these rows of `dim`, distributed over `blocks`, or all in the block that begins at row `begin`."""
-    sharding, is_piece = parameter.sharding, number is not None
-    shape = tuple(sharding.shape)
-    is_all = len(rows) == shape[dim]
-    place = "" if is_all else f"[{': ,' * dim}{rows.start}:{rows.stop}]"
-    title = f"{unit.global_id} {parameter.name}{place}"
-    whole_shape = _with_length(shape, dim, len(rows))
-    block_shape = whole_shape if blocks is None else _with_length(whole_shape, blocks.dim, len(blocks.own))
-    start = rows.start - begin  # in this rank's block
-    cut: tuple[int, int, int] | None = None
-    if is_all:
-        matrix = Matrix(title, block_shape, sharding.dim, is_piece=is_piece)
-    elif dim != sharding.dim:  # each shard has the same rows of the piece
-        matrix = Matrix(title, block_shape, sharding.dim, is_piece=is_piece)
-        cut = dim, start, len(rows)
-    else:  # the shard axis shards the dim that is split, so the piece is a range of the rows of all shards
-        matrix = Matrix(title, block_shape, dim, start, sharding.local_shape[dim], is_piece=True)
-        here = len(matrix.rows(sharding.axis.ranks, sharding.axis.rank))
-        cut = dim, max(0, start - sharding.extent.start) if here else 0, here
-    whole = matrix if blocks is None else Matrix(title, whole_shape, blocks.dim, is_piece=is_piece)
-    over = None if blocks is None else blocks.axis
-    return Piece(parameter, unit, matrix, over, whole, cut, number, count, place)
-
-
-def _name_of(parameter: ShardedParameter, unit: Unit) -> str:
-    return ".".join(filter(None, (unit.unit_name.name, parameter.name)))
 
 
 def _with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
