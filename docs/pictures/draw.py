@@ -13,15 +13,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fullshard
 from fullshard.core.layout import DirectRule, plan_layout
-from fullshard.core.scheduler import TRANSITIONS, Action, KeepAfterForward, Reduce, Reshard, Residency, Scheduler, Unshard, Wait
+from fullshard.core.scheduler import TRANSITIONS, Action, Move, Residency, Scheduler
+from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.foresight.picture import figure_of
-from fullshard.policies import PRESETS, ZERO3, CommPolicy, StateSharding
+from fullshard.policies import PRESETS, ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, StateSharding
 
 HERE = Path(__file__).parent
 UNITS = ["root", "block 1", "block 2"]
@@ -34,15 +34,9 @@ Drawn = dict[str, Any]  # what JSON can hold
 # --- what is drawn --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The options of a unit that its planner reads."""
-
-    keep_after_forward: KeepAfterForward
-    keep_after_backward: bool = False
-    in_backward: bool = True
-    comm: CommPolicy = CommPolicy()  # noqa: RUF009 (it is frozen)
-    states: StateSharding = ZERO3
+def _options(keep: KeepAfterForward, states: StateSharding = ZERO3) -> UnitOptions:
+    mp, comm, checks = MixedPrecisionPolicy(), CommPolicy(), CheckPolicy()
+    return UnitOptions(keep_after_forward=keep, states=states, mp=mp, comm=comm, checks=checks)
 
 
 LANES = {"compute": 2, "gather": 1, "reduce": 0, "replicas": -1}
@@ -72,19 +66,18 @@ class _Clock:
 
     def run(self, actions: list[Action]) -> None:
         """Execute actions of the planner."""
-        for action in actions:
-            unit = action.unit
-            if isinstance(action, Unshard):
+        for move, unit in actions:
+            if move is Move.UNSHARD:
                 self._since[unit] = self.now
                 first = self.two_hops and unit not in self._gathered
                 before = self._send("replicas", unit, "gather") if first else 0.0
                 self._gathered.add(unit)
                 self._ready[unit] = self._send("gather", unit, "gather", after=before)
-            elif isinstance(action, Wait):
+            elif move is Move.WAIT:
                 self.now = max(self.now, self._ready[unit])
-            elif isinstance(action, Reshard):
+            elif move is Move.RESHARD:
                 self.held.append([unit, self._since.pop(unit), self.now])
-            elif isinstance(action, Reduce):
+            elif move is Move.REDUCE:
                 self._grads.setdefault(unit, self.now)
                 if self.reduces:
                     self.grads.append([unit, self._grads.pop(unit), self._send("reduce", unit, "reduce")])
@@ -135,7 +128,7 @@ def schedule() -> Drawn:
     """The third step of a root with two blocks: the orders of the units are known by then."""
     scheduler = Scheduler()
     for unit in range(3):
-        scheduler.register(unit, _Options(KeepAfterForward.NEVER if unit else KeepAfterForward.OUTERMOST))
+        scheduler.register(unit, _options(KeepAfterForward.NEVER if unit else KeepAfterForward.OUTERMOST))
     for _ in range(3):
         clock = _Clock()
         _run_microbatch(scheduler, clock)
@@ -148,7 +141,7 @@ def levels() -> Drawn:
     for name, states in PRESETS.items():
         scheduler, clock = Scheduler(), _Clock()
         clock.two_hops = states.shards_over_replicas
-        records = [scheduler.register(unit, _Options(KeepAfterForward.OUTERMOST, states=states)) for unit in range(3)]
+        records = [scheduler.register(unit, _options(KeepAfterForward.OUTERMOST, states=states)) for unit in range(3)]
         for _ in range(3):
             clock.keep([record.number for record in records if record.residency is Residency.FULL])
             clock.run(scheduler.drop_stale(range(3)))

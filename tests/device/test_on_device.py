@@ -358,7 +358,7 @@ def test_packed_sequences_are_moved_and_a_move_that_raises_ends_the_forward(worl
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         model.plain(torch.ones(2, 5, device="meta"))
     unit = model._fullshard_unit
-    assert unit.residency.value == "sharded" and not unit.runtime.scheduler.is_running(unit.number)
+    assert unit.residency.value == "sharded" and not unit.record.running
     model(packed).backward()
 
 

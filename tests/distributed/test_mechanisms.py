@@ -49,15 +49,15 @@ def test_a_parameter_that_changes_its_dtype_stays_the_object_that_optimizers_hol
 
 @ranks(1, 2)
 def test_a_unit_is_attached_while_its_modules_are_at_their_place_though_others_hold_them(world: World) -> None:
-    """`are_attached`: a unit that was taken out of the model is not prefetched, on any rank, whoever still refers to it."""
+    """`is_attached`: a unit that was taken out of the model is not prefetched, on any rank, whoever still refers to it."""
     model = shard_stack(Stack(), world.mesh)
     square(model(batch(0))).backward()
     held, unit = model.blocks[1], unit_of(model.blocks[1])
-    assert unit is not None and unit.place.are_attached()
+    assert unit is not None and unit.record.is_attached()
     model.blocks[1] = nn.Identity()
-    assert not unit.place.are_attached()
+    assert not unit.record.is_attached()
     model.blocks[1] = held
-    assert unit.place.are_attached()
+    assert unit.record.is_attached()
 
 
 @ranks(2)

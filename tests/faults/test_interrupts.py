@@ -27,13 +27,13 @@ from fullshard.comm.base import StartedWork
 from fullshard.core import reduction
 from fullshard.core.hooks import BackwardHook, ForwardHooks
 from fullshard.core.runtime import Runtime
-from fullshard.core.unit import LateGradHook
+from fullshard.core.unit import late_gradient
 from fullshard.core.units import unit_of
 
 OURS = str(fullshard.__path__[0])
 EVENTS = {
     event.__code__
-    for event in (ForwardHooks.before, ForwardHooks.after, BackwardHook.__call__, LateGradHook.__call__, Runtime.end_backward)
+    for event in (ForwardHooks.before, ForwardHooks.after, BackwardHook.__call__, late_gradient, Runtime.end_backward)
 }
 COMMIT = {reduction.commit_all.__code__}
 SWALLOWED = {"__del__", "mark_raised", "_on_deleted"}  # Python calls these for objects that go, and prints what they raise

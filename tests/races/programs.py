@@ -357,7 +357,7 @@ class Training:
                 failure.__traceback__ = None  # it keeps what the frames hold
                 self.model.zero_grad()
                 if step % 2:  # as any_failed() does on every rank
-                    unit_of(self.model).runtime.recovery.abort_step()
+                    unit_of(self.model).runtime.abort_step()
         if self.tolerant:  # whatever came before, a whole step follows
             self.step(self.program.steps)
 

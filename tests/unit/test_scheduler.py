@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,34 +11,20 @@ from fullshard.core.scheduler import (
     TRANSITIONS,
     Action,
     ForwardCall,
-    KeepAfterForward,
-    PassBy,
-    Reduce,
-    Reshard,
+    Move,
     Residency,
-    SaveSubgroupShard,
     Scheduler,
-    Unshard,
-    Wait,
 )
+from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.errors import InternalError
-from fullshard.policies import ZERO2, ZERO3, CommPolicy, StateSharding
-
-COMM = CommPolicy()
+from fullshard.policies import ZERO2, ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options that a planner reads."""
-
-    keep_after_forward: KeepAfterForward
-    keep_after_backward: bool = False
-    in_backward: bool = True
-    comm: CommPolicy = COMM
-
-    @property
-    def states(self) -> StateSharding:
-        return ZERO2 if self.keep_after_forward is KeepAfterForward.KEPT else ZERO3
+def options_of(keep: KeepAfterForward, **comm: int | None) -> UnitOptions:
+    """The options of a unit that keeps parameters after forward as `keep` says."""
+    states = ZERO2 if keep is KeepAfterForward.KEPT else ZERO3
+    policies = {"mp": MixedPrecisionPolicy(), "comm": CommPolicy(**comm), "checks": CheckPolicy()}  # type: ignore[arg-type]
+    return UnitOptions(keep_after_forward=keep, states=states, **policies)  # type: ignore[arg-type]
 
 
 class SimulatedRun:
@@ -53,25 +37,19 @@ class SimulatedRun:
         self.most_full = 0
         self.written: set[int] = set()  # units whose shards the optimizer has written since the last forward
         for unit, keep in enumerate(keeps):
-            self.scheduler.register(unit, Options(keep))
+            self.scheduler.register(unit, options_of(keep))
 
     def run(self, actions: list[Action]) -> None:
-        for action in actions:
-            unit, now = action.unit, self.data[action.unit]
-            target = {
-                Unshard: Residency.GATHERING,
-                Wait: Residency.FULL,
-                Reshard: Residency.SHARDED,
-                Reduce: now,
-                PassBy: now,
-                SaveSubgroupShard: now,
-            }[type(action)]
-            if isinstance(action, SaveSubgroupShard):
+        for move, unit in actions:
+            now = self.data[unit]
+            moves = {Move.UNSHARD: Residency.GATHERING, Move.WAIT: Residency.FULL, Move.RESHARD: Residency.SHARDED}
+            target = moves.get(move, now)
+            if move is Move.SAVE_SUBGROUP_SHARD:
                 assert now is Residency.FULL
-            elif not isinstance(action, (Reduce, PassBy)):
-                assert (now, target) in TRANSITIONS, f"{action} while {now}"
+            elif move in moves:
+                assert (now, target) in TRANSITIONS, f"{move} of {unit} while {now}"
             self.data[unit] = target
-            self.log.append((type(action).__name__, unit))
+            self.log.append((move.value, unit))
             self.most_full = max(self.most_full, sum(r is not Residency.SHARDED for r in self.data.values()))
 
     def forward(self, tree: list, calls: list[ForwardCall], grad: bool = True) -> None:
@@ -166,8 +144,8 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
             for inputs_only in (True, False):
                 run.log.clear()
                 run.backward(calls, inputs_only=inputs_only)
-                kinds = {kind for kind, _ in run.log} & {"Reduce", "PassBy"}
-                assert kinds == ({"PassBy"} if inputs_only else {"Reduce"})
+                kinds = {kind for kind, _ in run.log} & {"reduce", "pass_by"}
+                assert kinds == ({"pass_by"} if inputs_only else {"reduce"})
         elif step == "two":
             run.forward(tree, calls)
             run.forward(tree, calls)
@@ -188,7 +166,7 @@ def test_every_program_keeps_the_moves_and_ends_sharded(
     kept = {unit for unit, keep in enumerate(keeps) if keep is KeepAfterForward.KEPT}
     assert {unit for unit, residency in run.data.items() if residency is Residency.FULL} == used & kept
     assert all(run.data[unit] is Residency.SHARDED for unit in set(run.data) - kept)
-    reduced = [unit for name, unit in run.log if name == "Reduce"]
+    reduced = [unit for name, unit in run.log if name == "reduce"]
     assert set(reduced[-len(used) :]) == used, "each unit is reduced in every backward"
 
 
@@ -238,7 +216,7 @@ def test_what_is_remembered_of_deleted_models_is_bounded() -> None:
     for model in range(1000):
         units = range(20 * model, 20 * model + 20)
         for unit in units:
-            scheduler.register(unit, Options(KeepAfterForward.NEVER))
+            scheduler.register(unit, options_of(KeepAfterForward.NEVER))
         calls = []
         for unit in units:
             scheduler.before_forward(unit)
@@ -278,12 +256,12 @@ def test_a_unit_is_reduced_before_the_next_but_one_is_gathered() -> None:
         forward, run.log = run.log, []
         run.backward(calls)
     assert forward == [
-        *[("Unshard", 0), ("Wait", 0), ("Unshard", 1), ("Wait", 1), ("Unshard", 2), ("Reshard", 1), ("Wait", 2)],
-        *[("Unshard", 3), ("Reshard", 2), ("Wait", 3), ("Reshard", 3)],
+        *[("unshard", 0), ("wait", 0), ("unshard", 1), ("wait", 1), ("unshard", 2), ("reshard", 1), ("wait", 2)],
+        *[("unshard", 3), ("reshard", 2), ("wait", 3), ("reshard", 3)],
     ]
     assert run.log == [
-        *[("Unshard", 3), ("Wait", 3), ("Unshard", 2), ("Reshard", 3), ("Reduce", 3), ("Wait", 2), ("Unshard", 1)],
-        *[("Reshard", 2), ("Reduce", 2), ("Wait", 1), ("Reshard", 0), ("Reduce", 0), ("Reshard", 1), ("Reduce", 1)],
+        *[("unshard", 3), ("wait", 3), ("unshard", 2), ("reshard", 3), ("reduce", 3), ("wait", 2), ("unshard", 1)],
+        *[("reshard", 2), ("reduce", 2), ("wait", 1), ("reshard", 0), ("reduce", 0), ("reshard", 1), ("reduce", 1)],
     ]
 
 
@@ -300,16 +278,16 @@ def test_kept_units_are_gathered_once_after_they_were_written_and_prefetched_as_
                 gathers = list(run.log)
         run.written.update((0, 2))  # 1 is frozen
     assert gathers == [
-        *[("Reshard", 0), ("Reshard", 2), ("Unshard", 0), ("Wait", 0)],
-        *[("Unshard", 2), ("Wait", 2), ("Reduce", 2), ("Reduce", 0), ("Reduce", 1)],
+        *[("reshard", 0), ("reshard", 2), ("unshard", 0), ("wait", 0)],
+        *[("unshard", 2), ("wait", 2), ("reduce", 2), ("reduce", 0), ("reduce", 1)],
     ]
-    assert run.log[len(gathers) :] == [("Reduce", 2), ("Reduce", 0), ("Reduce", 1)]
+    assert run.log[len(gathers) :] == [("reduce", 2), ("reduce", 0), ("reduce", 1)]
     assert run.scheduler.stats.missed == 0
 
 
 def test_ending_a_forward_that_never_began_is_an_internal_error() -> None:
     scheduler = Scheduler()
-    scheduler.register(0, Options(KeepAfterForward.NEVER))
+    scheduler.register(0, options_of(KeepAfterForward.NEVER))
     with pytest.raises(InternalError, match="ended a forward that it never began"):
         scheduler.after_forward(0, grad=True)
 
@@ -331,9 +309,8 @@ def test_a_gather_that_may_not_start_ahead_is_not_missed(by_user: bool) -> None:
     """Units that run in order miss nothing, if the budget or the lists of the user leave no unit to prefetch."""
     scheduler = Scheduler()
     for unit in range(3):
-        options = Options(KeepAfterForward.NEVER, comm=CommPolicy(prefetch_bytes=None if by_user else 0))
-        record = scheduler.register(unit, options)
-        record.configure(options, nbytes=8)
+        record = scheduler.register(unit, options_of(KeepAfterForward.NEVER, prefetch_bytes=None if by_user else 0))
+        record.nbytes = 8
         record.next_forward = record.next_backward = () if by_user else None
     for _ in range(3):
         calls = []
@@ -352,16 +329,16 @@ def test_what_forward_prefetched_may_be_stale_in_backward() -> None:
     """The user may write its shards between the two, so the unit compares their versions."""
     scheduler = Scheduler()
     for unit in range(3):
-        scheduler.register(unit, Options(KeepAfterForward.NEVER))
+        scheduler.register(unit, options_of(KeepAfterForward.NEVER))
     for inner in (1, 2), (1,):  # the second forward skips unit 2, which was prefetched for it
         scheduler.before_forward(0)
         for unit in inner:
             scheduler.before_forward(unit)
             scheduler.after_forward(unit, grad=True)
         call = scheduler.after_forward(0, grad=True).call
-    assert scheduler.is_prefetched_in_this_phase(2)
+    assert scheduler.prefetched[2] == scheduler.phase
     scheduler.before_backward(call)
-    assert not scheduler.is_prefetched_in_this_phase(2)
+    assert scheduler.prefetched[2] != scheduler.phase
 
 
 def test_a_backward_that_does_not_come_is_expected_for_so_many_outermost_forwards() -> None:

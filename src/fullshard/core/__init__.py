@@ -25,7 +25,6 @@ layout.py              integers only: Extent, Bucket, GroupLayout, padding, alig
 mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
 param_sharding.py      ParamSharding: dim, shapes, mesh and placements of one parameter (tensor parallelism, hybrid meshes)
 module_tree.py         depth-first walk over modules: the parameters and buffers that a unit manages
-unit_modules.py        the modules of a unit: their place in the model, their hooks, which of them run
 hooks.py               module, autograd and state-dict hooks, which call the unit
 unit_options.py        UnitOptions: the options of one unit, resolved
 backward.py            the backward in progress
@@ -77,16 +76,11 @@ from fullshard.core.runtime import Runtime, make_unit
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,
-    KeepAfterForward,
-    Reduce,
-    Reshard,
+    Move,
     Residency,
-    SaveSubgroupShard,
     Scheduler,
     Stats,
     UnitRecord,
-    Unshard,
-    Wait,
 )
 from fullshard.core.shard_values import (
     all_gather_full,
@@ -111,8 +105,7 @@ from fullshard.core.sharded_param import (
 from fullshard.core.sharded_tensor import LOGICAL, OPERATORS, ShardedDTensor, parameter_of, restore_subclass, use_plain_dtensor
 from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of, version_of_memory
 from fullshard.core.unit import Unit, refuse_inside_full_params
-from fullshard.core.unit_modules import ForwardProgress
-from fullshard.core.unit_options import UnitOptions
+from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.core.units import attach_unit, detach_unit, own_modules, recovered, require_unit, unit_of, units_below, units_of
 from fullshard.core.unsharded_buffer import (
     FlatBuffer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from fullshard import _torch
 from fullshard.core.unit import Unit
@@ -16,32 +17,32 @@ PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop
 class RunningBackward:
     """The outermost backward that entered a unit.
 
-    autograd's engine holds the only reference to its `FinalCallback`. If that is deleted without having run, the backward
+    autograd's engine holds the only reference to the callback at its end. If that is deleted without having run, the backward
     raised.
 
     On an accelerator the engine runs nodes on its own threads. One of them may hold that reference for a moment after the
     caller has caught the exception, so `has_raised` waits for it.
-
-    Attributes:
-        underway: True while a backward has begun and not ended, even if it raised.
-        raised: True if the backward raised, so that it will never end.
-        collects: True if parameters get gradients in it, as far as it is known. Then every unit that it enters from then on is
-            reduced. False until then, and in a backward that reaches inputs only.
-        units: the units that it entered, by number.
-        passed: numbers of those of which no parameter gets a gradient.
     """
 
     def __init__(self, on_raised: Callable[[], None]) -> None:
         """`on_raised`: called as soon as the backward raises; it must not start collectives."""
         self._on_raised = on_raised
-        self._end: weakref.ref[FinalCallback] | None = None
-        self.underway = self.raised = self.collects = False
+        self._end: weakref.ref[Callable[[], None]] | None = None
+
+        # A backward has begun and not ended, even if it raised; it raised, so that it will never end.
+        self.underway = self.raised = False
+
+        # Parameters get gradients in it, as far as it is known. Then every unit that it enters from then on is reduced. False
+        # until then, and in a backward that reaches inputs only.
+        self.collects = False
+
+        # The units that it entered, by number, and the numbers of those of which no parameter gets a gradient.
         self.units: dict[int, Unit] = {}
         self.passed: set[int] = set()
 
     def begin(self, leave: Callable[[], None]) -> None:
         """Begin a backward. The engine calls `leave` when it ends."""
-        end = FinalCallback(leave)
+        end = partial(leave)
         self._end = weakref.ref(end, self.mark_raised)
         self.underway, self.raised = True, False
         _torch.on_backward_end(end)
@@ -76,18 +77,3 @@ class RunningBackward:
         self._end = None  # without the reference its callback is not called
         self.underway = self.raised = self.collects = False
         self.passed.clear()
-
-
-class FinalCallback:
-    """Callback at the end of a backward. The engine holds its only reference, and drops it when the backward ends or raises."""
-
-    __slots__ = ("__weakref__", "_leave")
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
-
-    def __call__(self) -> None:
-        self._leave()
-
-
-__all__ = ["RunningBackward"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -93,7 +94,7 @@ class ForwardHooks:
     """Forward hooks of the modules of one unit."""
 
     def __init__(self, unit: Unit) -> None:
-        self._unit, self._recovery = unit, unit.runtime.recovery
+        self._unit = unit
 
     def __deepcopy__(self, memo: Any) -> ForwardHooks:
         return self  # `remove_hooks_from_copies` removes it from a copy of a module
@@ -105,14 +106,14 @@ class ForwardHooks:
         try:
             unit.pre_forward(module)
         except BaseException as failure:
-            self._recovery.note_interrupt(failure)
+            unit.runtime.note_interrupt(failure)
             raise
         mp = unit.options.mp
         dtype = mp.param_dtype if mp.cast_forward_inputs else None
         device = unit.runtime.communicator.async_device
         if device is not None and _torch.current_graph_task() == -1:  # a recomputation does what the forward did
-            unit.progress.moves_inputs = unit.runtime.scheduler.running[0].unit == unit.record.number
-        if device is not None and unit.progress.moves_inputs:
+            unit.moves_inputs = unit.runtime.scheduler.is_outermost(unit.number)
+        if device is not None and unit.moves_inputs:
             args, kwargs = move_tensors(args, device), move_tensors(kwargs, device)
         elif dtype is None:
             return None
@@ -123,15 +124,15 @@ class ForwardHooks:
         """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
         unit = self._unit
         # torch calls this hook for a forward that raised, too (`always_call=True`), with None as output.
-        failed = output is None and unit.progress.has_raised(module)
+        failed = output is None and unit.has_raised(module)
         try:
             call = unit.post_forward(module, failed=failed)
             if call is not None:
                 has_graph = hook_outputs(unit, call, output)
                 if not failed:
-                    unit.progress.output_has_graph = has_graph
+                    unit.output_has_graph = has_graph
         except BaseException as failure:
-            self._recovery.note_interrupt(failure)
+            unit.runtime.note_interrupt(failure)
             raise
         dtype = unit.options.mp.output_dtype
         return output if dtype is None else cast_floats(output, dtype)
@@ -183,7 +184,7 @@ class BackwardHook:
         try:
             self._unit.pre_backward(self._call)
         except BaseException as failure:
-            self._unit.runtime.recovery.note_interrupt(failure)
+            self._unit.runtime.note_interrupt(failure)
             raise
         self._release()
 
@@ -281,14 +282,14 @@ _REGISTRIES = (
 
 def remove_hooks(unit: Unit) -> None:
     """Remove all hooks of the unit."""
-    for _, handle in unit.place.hooks:
+    for _, handle in unit.hooks:
         handle.remove()
-    unit.place.hooks.clear()
+    unit.hooks.clear()
 
 
 def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
     """Remove the hooks of the unit from copies of its modules. `copies` maps the id of each module to its copy."""
-    for ref, handle in unit.place.hooks:
+    for ref, handle in unit.hooks:
         module = ref()
         copied = None if module is None else copies.get(id(module))
         for name in _REGISTRIES if copied is not None else ():
@@ -300,26 +301,13 @@ def install_hooks(unit: Unit) -> None:
     forward, state = ForwardHooks(unit), StateHooks(unit)
     holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
     for root in unit.modules:
-        unit.place.add_hook(root, root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True))
-        unit.place.add_hook(root, root.register_forward_hook(forward.after, always_call=True))
-        unit.place.add_hook(root, root.register_state_dict_pre_hook(state.before_save))
-        unit.place.add_hook(root, root.register_load_state_dict_post_hook(state.after_load))
+        handles = [
+            root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True),
+            root.register_forward_hook(forward.after, always_call=True),
+            root.register_state_dict_pre_hook(state.before_save),
+            root.register_load_state_dict_post_hook(state.after_load),
+        ]
+        unit.hooks += [(weakref.ref(root), handle) for handle in handles]
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
-                unit.place.add_hook(module, module.register_load_state_dict_pre_hook(state.before_load))
-
-
-__all__ = [
-    "BackwardHook",
-    "ForwardHooks",
-    "StateHooks",
-    "cast_floats",
-    "hook_node",
-    "hook_outputs",
-    "install_hooks",
-    "map_tensors",
-    "move_tensors",
-    "remove_hooks",
-    "remove_hooks_from_copies",
-    "tensors_in",
-]
+                unit.hooks.append((weakref.ref(module), module.register_load_state_dict_pre_hook(state.before_load)))

@@ -289,11 +289,11 @@ class GradientReducer:
         """Return the groups with kept gradients whose step a backward of these units ends, oldest unit first."""
         if not self._keeping:
             return []
-        trees = {unit.place.outermost for unit in touched} - {None}
+        trees = {unit.outermost for unit in touched} - {None}
         found: list[tuple[Unit, ParamGroup]] = []
         for _, unit in sorted(self._keeping.items()):
             options = unit.options
-            if not (options.sync_gradients and options.ends_step) or unit.place.outermost not in trees:
+            if not (options.sync_gradients and options.ends_step) or unit.outermost not in trees:
                 continue
             for group in unit.groups:
                 deferred = group.grads.deferred is not None and options.reduce.all_reduce

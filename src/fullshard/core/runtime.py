@@ -24,20 +24,10 @@ from fullshard.core.memory import MEMORY, Memory
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reducer import GradientReducer, Listener
-from fullshard.core.scheduler import (
-    Action,
-    Reduce,
-    Reshard,
-    Residency,
-    SaveSubgroupShard,
-    Scheduler,
-    UnitRecord,
-    Unshard,
-    Wait,
-)
+from fullshard.core.scheduler import Action, Move, Residency, Scheduler, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
-from fullshard.core.unit import Unit
+from fullshard.core.unit import Unit, is_attached
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.units import name_units_in, units_below
 from fullshard.errors import StateError
@@ -47,21 +37,10 @@ from fullshard.policies import CheckPolicy, CommPolicy
 class Runtime:
     """Runs the units of one device and one thread, and refers to them weakly.
 
-        hooks ──> unit ──> scheduler: events in, actions out (pure)
-                    └────> runtime ──> group: memory, planned all-gathers
-                              ├──────> reducer: gradients on their way to .grad
-                              └──────> communicator ──> process group (the reducer uses it as well)
-
-    Attributes:
-        scheduler: decides what to unshard, reshard and reduce.
-        communicator: streams, logs and process groups.
-        memory: allocates and frees the memory of groups.
-        reducer: gradients between backward and `.grad`.
-        backward: the backward in progress, and the units that it entered.
-        listeners: follow the backwards (an extension point).
-        recovery: cleans up after exceptions and interrupts.
-        trace: units that the outermost forward entered (True) and left so far, for `join()`.
-        raised_in: the innermost forward that an exception propagated out of, and the text of the exception.
+    hooks ──> unit ──> scheduler: events in, actions out (pure)
+                └────> runtime ──> group: memory, planned all-gathers
+                          ├──────> reducer: gradients on their way to .grad
+                          └──────> communicator ──> process group (the reducer uses it as well)
     """
 
     _of_thread = local()
@@ -83,42 +62,44 @@ class Runtime:
     def __init__(self, communicator: Communicator, memory: Memory = MEMORY) -> None:
         self.communicator, self.memory = communicator, memory
         self.scheduler = Scheduler()
-        self.listeners: list[Listener] = []
+        self.listeners: list[Listener] = []  # follow the backwards (an extension point)
         self.reducer = GradientReducer(self.communicator, self.listeners)
         self.backward = RunningBackward(self._backward_raised)
-        self.recovery = Recovery(self)
+        self.kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
+
+        # Units that the outermost forward entered (True) and left so far, for `join()`.
         self.trace: list[tuple[int, bool]] = []
+        # The innermost forward that an exception propagated out of, and the text of the exception.
         self.raised_in: tuple[str, str] | None = None
 
-        # Units by number, and the numbers of those that were deleted since the last forward began.
+        # Units by number, oldest first, and the numbers of those that were deleted since the last forward began.
         self._units: dict[int, weakref.ref[Unit]] = {}
-        self._kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
+        self._deleted: deque[int] = deque()
         self._numbers = itertools.count()
         self._thread = get_ident()
-        self._deleted: deque[int] = deque()
 
         # All-gathers in flight: number of the unit -> its groups and their work.
         self._gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
-        # Called with each action and a function that runs it, instead of that function; None for the function alone.
-        self._around: Callable[[Action, Unit, Callable[[], None]], None] | None = None
+        # Called with each move, its unit and a function that runs it, instead of that function; None for the function alone.
+        self._around: Callable[[Move, Unit, Callable[[], None]], None] | None = None
 
     # --- units ---
 
     def register(self, unit: Unit) -> UnitRecord:
         """Add a new unit and return its record."""
-        self.recovery.recover()  # a backward that raised holds its units, which may be of a model that this one replaces
+        self.recover()  # a backward that raised holds its units, which may be of a model that this one replaces
         self.forget_deleted()
         self.reducer.poll()  # collectives of a deleted model may hold its memory, which this unit may need
         number = next(self._numbers)
         self._units[number] = weakref.ref(unit)
         weakref.finalize(unit, self._deleted.append, number)
-        return self.scheduler.register(number, unit.options, unit.place.are_attached)
+        return self.scheduler.register(number, unit.options, partial(is_attached, unit.path))
 
     def unregister(self, unit: Unit) -> None:
         """Remove a unit that was taken off its modules."""
         unit.undone = True
         self.reducer.discard(unit)
-        self._kept.discard(unit)
+        self.kept.discard(unit)
         self._forget(unit.number)
 
     def unit(self, number: int) -> Unit | None:
@@ -128,7 +109,7 @@ class Runtime:
 
     def all_units(self) -> list[Unit]:
         """Return the living units, oldest first."""
-        return [unit for number in sorted(self._units) if (unit := self.unit(number)) is not None]
+        return [unit for reference in self._units.values() if (unit := reference()) is not None]
 
     def forget_deleted(self) -> None:
         """Unregister the units that were deleted, which may have happened on any thread, in the middle of an event."""
@@ -136,8 +117,7 @@ class Runtime:
             self._forget(self._deleted.popleft())
 
     def _forget(self, number: int) -> None:
-        self._units.pop(number, None)
-        if not self.scheduler.knows(number):
+        if self._units.pop(number, None) is None:
             return
         self.scheduler.unregister(number)
         self.reducer.forget_deleted()
@@ -149,13 +129,6 @@ class Runtime:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
         self.communicator.update_timeouts([*more, *(unit.options.checks for unit in self.all_units())])
 
-    def note_kept(self, unit: Unit, kept: bool) -> None:
-        """Record whether a unit is kept unsharded between steps."""
-        if kept:
-            self._kept.add(unit)
-        else:
-            self._kept.discard(unit)
-
     def unshard_kept(self, units: Sequence[Unit]) -> None:
         """All-gather these units anew, if they are kept unsharded between steps. Collective."""
         self.communicator.wait_for_next_event()
@@ -165,7 +138,7 @@ class Runtime:
 
     def _drop_stale(self) -> None:
         """Reshard the stale units among the kept ones."""
-        self.run(self.scheduler.drop_stale(sorted(unit.number for unit in self._kept if unit.stale_now)))
+        self.run(self.scheduler.drop_stale(sorted(unit.number for unit in self.kept if unit.stale)))
 
     def is_gathering(self, number: int) -> bool:
         """Return True if an all-gather of the unit is in flight."""
@@ -192,7 +165,7 @@ class Runtime:
                 "supported. Capture modules inside of units, or use torch.compile without mode='reduce-overhead'."
             )
         self.communicator.wait_for_next_event()
-        if self._kept:
+        if self.kept:
             self._drop_stale()
 
     # --- actions ---
@@ -202,40 +175,52 @@ class Runtime:
 
         observed: True if the caller shows them, to torch's profiler and `watched`.
         """
-        if (self._around is not None or _torch.profiling()) and not observed:
-            return self._run_observed(actions)
+        observe = not observed and (self._around is not None or _torch.profiling())
         units = self._units
-        for index, action in enumerate(actions):
-            reference = units.get(action.unit)
+        for index, (move, number) in enumerate(actions):
+            reference = units.get(number)
             unit = None if reference is None else reference()
             if unit is None:
                 continue  # deleted since the scheduler decided
-            kind = type(action)
             try:
-                if kind is Unshard:
+                if observe:
+                    self._observe(move, unit)
+                elif move is Move.UNSHARD:
                     if not unit.gathers_decided:
                         unit.decide_gathers()
                     text = "backward gather" if self.backward.underway else "forward gather"
-                    works = self._gathering[action.unit] = []
+                    works = self._gathering[number] = []
                     for group in unit.groups:
                         works.append((group, group.start_all_gather(self.communicator, text)))
-                elif kind is Wait:
-                    for group, work in self._gathering[action.unit]:
+                elif move is Move.WAIT:
+                    for group, work in self._gathering[number]:
                         work.wait()
                         group.finish_all_gather()
-                    del self._gathering[action.unit]
+                    del self._gathering[number]
                     if unit.record.unsharded_by_user or unit.record.resident_blocks:
                         unit.expose()
-                elif kind is Reshard:
+                elif move is Move.RESHARD:
                     unit.free_unsharded()
-                elif kind is SaveSubgroupShard:
+                elif move is Move.SAVE_SUBGROUP_SHARD:
                     for group in unit.groups:
                         group.save_subgroup_shard()
                 else:
-                    self._end_unit(unit, reduces=kind is Reduce)
+                    self._end_unit(unit, reduces=move is Move.REDUCE)
             except BaseException:
-                self._roll_back(actions[index:])
+                for _, failed in actions[index:]:
+                    unit = self.unit(failed)
+                    if unit is not None:
+                        self._discard_unsharded(unit)
                 raise
+
+    def _observe(self, move: Move, unit: Unit) -> None:
+        """Run an action with a label in torch's profiler, and as `watched` says."""
+        run = partial(self.run, [(move, unit.number)], observed=True)
+        with record_function(f"fullshard::{move.value} {unit.name}"):
+            if self._around is None:
+                run()
+            else:
+                self._around(move, unit, run)
 
     def _end_unit(self, unit: Unit, *, reduces: bool) -> None:
         """Reduce the gradients of a unit whose backward is done, or log that it passed by: it reached inputs only."""
@@ -253,46 +238,21 @@ class Runtime:
             if self.reducer.replicates:
                 self.reducer.replicating.poll()
 
-    def _run_observed(self, actions: Sequence[Action]) -> None:
-        """Run actions with a label in torch's profiler, and as `watched` says."""
-        for index, action in enumerate(actions):
-            unit = self.unit(action.unit)
-            if unit is None:
-                continue
-            run = partial(self.run, [action], observed=True)
-            try:
-                with record_function(f"fullshard::{type(action).__name__.lower()} {unit.name}"):
-                    if self._around is None:
-                        run()
-                    else:
-                        self._around(action, unit, run)
-            except BaseException:
-                self._roll_back(actions[index:])
-                raise
-
     @contextmanager
-    def watched(self, around: Callable[[Action, Unit, Callable[[], None]], None]) -> Iterator[None]:
-        """Call `around(action, unit, run)` for each action within the block, which calls `run()`."""
+    def watched(self, around: Callable[[Move, Unit, Callable[[], None]], None]) -> Iterator[None]:
+        """Call `around(move, unit, run)` for each action within the block, which calls `run()`."""
         before, self._around = self._around, around
         try:
             yield
         finally:
             self._around = before
 
-    def _roll_back(self, actions: Sequence[Action]) -> None:
-        """Reshard the units of these actions: the one that raised, and those after it."""
-        for number in dict.fromkeys(action.unit for action in actions):
-            unit = self.unit(number)
-            if unit is not None:
-                self._discard_unsharded(unit)
-                self.scheduler.clear(number)
-
     # --- backward ---
 
-    def begin_backward(self) -> bool:
-        """Register `end_backward` for the end of the running backward. Return True at the first event of a backward."""
+    def begin_backward(self) -> None:
+        """At the first event of a backward, register `end_backward` for its end."""
         if self.backward.underway:
-            return False
+            return
         end: Callable[[], None] = self.end_backward
         device = self.communicator.async_device
         if device is not None:
@@ -300,7 +260,7 @@ class Runtime:
             # frees them on the stream of its caller, so the stream of forward waits for the caller's.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.begin(end)
-        return True
+        self.scheduler.begin_backward()
 
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
@@ -312,7 +272,7 @@ class Runtime:
                 self._reduce_rest()
                 self.commit_gradients()
             except BaseException as failure:
-                self.recovery.note_interrupt(failure)
+                self.note_interrupt(failure)
                 if self.reducer.decided is not None:
                     self.commit_gradients()
                 elif self.backward.underway:
@@ -366,6 +326,79 @@ class Runtime:
             log.append(fingerprint)
 
     # --- after an exception ---
+    # Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
+    #
+    #   a backward raised                          found by the next event or call       reset of the models that it reached
+    #   a forward ended without post-forward hook  found by the next outermost forward   reset of the models that ran in it
+    #   an interrupt broke off an event or a wait  sets `Communicator.interrupted`       reset of everything
+
+    def note_interrupt(self, failure: BaseException) -> None:
+        """Set the flag if `failure`, which breaks off an event, is an interrupt (KeyboardInterrupt, SystemExit)."""
+        if not isinstance(failure, Exception):
+            self.communicator.interrupted = True
+
+    def recover(self) -> None:
+        """Reset what was left by an interrupted event or wait, or by a backward that raised."""
+        if self.communicator.interrupted:
+            if self.reducer.decided is not None:
+                self.commit_gradients()  # the interrupt came while `.grad` was being set: set the rest, too
+            gone = [unit for unit in self.all_units() if self.reducer.is_undelivered(unit)]
+            if self.backward.underway:
+                gone += self._warn_of_backward()
+            elif gone:
+                names = ", ".join(f"'{unit.name}'" for unit in gone)
+                warnings.warn(
+                    f"An interrupt came while gradients of {names} were being reduced. These gradients are discarded.",
+                    stacklevel=3,
+                )
+            self.reset(discard=gone)
+            # Last: if this is interrupted as well, the next event or public call resets again.
+            self.communicator.interrupted = False
+        elif self.backward.has_raised():
+            gone = self._warn_of_backward()
+            self.reset(self._broken_units(), discard=gone)
+
+    def abort_step(self) -> None:
+        """Reset everything, as all ranks do that agreed that the step failed, and discard gradients not in `.grad` yet."""
+        if self.communicator.interrupted:
+            self.recover()
+        self.reset(discard=self.all_units())
+
+    def abort_in_progress(self) -> None:
+        """Reset the models of a forward that ended without its post-forward hook. Other models go on."""
+        self.reset(self._broken_units())
+
+    def abort_if_left(self, unit: Unit) -> None:
+        """Reset the forward of the unit that the scheduler has in progress, if no module of it is on this thread's stack."""
+        if unit.record.running and not any(_torch.is_in_forward(module) for module in unit.modules):
+            self.abort_in_progress()
+
+    def _broken_units(self) -> list[Unit]:
+        numbers = self.scheduler.broken_units(self.backward.units)
+        return [unit for number in sorted(numbers) if (unit := self.unit(number)) is not None]
+
+    def _warn_of_backward(self) -> list[Unit]:
+        """Warn that a backward raised.
+
+        Returns:
+            The units whose gradients from earlier backwards of the step must be discarded as well: if there are any, those of
+            all units that the backward reached or would have reached, and of those below, since a step is all or nothing.
+        """
+        names = ", ".join(f"'{unit.name}'" for unit in self.backward.units.values()) or "no unit"
+        reached = [*self.backward.units.values(), *self._broken_units()]
+        below = units_below(root for unit in reached for root in unit.modules)
+        step = [unit for unit in dict.fromkeys([*reached, *below]) if unit.runtime is self]
+        kept = (
+            self.reducer.merged
+            or any(group.grads.deferred is not None for unit in step for group in unit.groups)
+            or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
+        )
+        also = ", together with the gradients that earlier backwards of the step kept without communication" if kept else ""
+        warnings.warn(
+            f"The last backward raised after it had reached {names}. The gradients of that backward are discarded{also}.",
+            stacklevel=4,
+        )
+        return step if kept else []
 
     def reset(self, units: Sequence[Unit] | None = None, *, discard: Sequence[Unit] = ()) -> None:
         """End the forward and backward that run, without `.grad`, and free the unsharded parameters of these units.
@@ -387,7 +420,7 @@ class Runtime:
             self.communicator.wait_for_all_streams()
             self.reducer.drop_heartbeats()
         for unit in units:
-            unit.progress.clear()
+            unit.forwards.clear()
             self._discard_unsharded(unit)
             for group in unit.groups:
                 group.drop_gradients()
@@ -400,6 +433,7 @@ class Runtime:
 
     def _discard_unsharded(self, unit: Unit) -> None:
         """Free the unsharded parameters of a unit, whatever state they are in."""
+        self.scheduler.discard(unit.number)
         gathering = self._gathering.pop(unit.number, None)
         unit.exposed = {}  # what the user wrote to them is discarded
         # Memory that messages still arrive in must not be reused. On an accelerator, order the compute stream behind them. On
@@ -417,94 +451,6 @@ class Runtime:
                 group.free_unsharded()
 
 
-class Recovery:
-    """Finds what went wrong since the last event, and has the runtime reset it.
-
-    Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
-
-        a backward raised                          found by the next event or call       reset of the models that it reached
-        a forward ended without post-forward hook  found by the next outermost forward   reset of the models that ran in it
-        an interrupt broke off an event or a wait  sets `Communicator.interrupted`       reset of everything
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def note_interrupt(self, failure: BaseException) -> None:
-        """Set the flag if `failure`, which breaks off an event, is an interrupt (KeyboardInterrupt, SystemExit)."""
-        if not isinstance(failure, Exception):
-            self._runtime.communicator.interrupted = True
-
-    def recover(self) -> None:
-        """Reset what was left by an interrupted event or wait, or by a backward that raised."""
-        runtime = self._runtime
-        if runtime.communicator.interrupted:
-            if runtime.reducer.decided is not None:
-                runtime.commit_gradients()  # the interrupt came while `.grad` was being set: set the rest, too
-            gone = [unit for unit in runtime.all_units() if runtime.reducer.is_undelivered(unit)]
-            if runtime.backward.underway:
-                gone += self._warn_of_backward()
-            elif gone:
-                names = ", ".join(f"'{unit.name}'" for unit in gone)
-                warnings.warn(
-                    f"An interrupt came while gradients of {names} were being reduced. These gradients are discarded.",
-                    stacklevel=3,
-                )
-            runtime.reset(discard=gone)
-            # Last: if this is interrupted as well, the next event or public call resets again.
-            runtime.communicator.interrupted = False
-        elif runtime.backward.has_raised():
-            gone = self._warn_of_backward()
-            runtime.reset(self._broken_units(), discard=gone)
-
-    def abort_step(self) -> None:
-        """Reset everything, as all ranks do that agreed that the step failed, and discard gradients not in `.grad` yet."""
-        if self._runtime.communicator.interrupted:
-            self.recover()
-        self._runtime.reset(discard=self._runtime.all_units())
-
-    def abort_in_progress(self) -> None:
-        """Reset the models of a forward that ended without its post-forward hook. Other models go on."""
-        self._runtime.reset(self._broken_units())
-
-    def abort_if_left(self, unit: Unit) -> None:
-        """Reset the forward of the unit that the scheduler has in progress, if no module of it is on this thread's stack."""
-        if self._runtime.scheduler.is_running(unit.number) and not any(_torch.is_in_forward(module) for module in unit.modules):
-            self.abort_in_progress()
-
-    def _broken_units(self) -> list[Unit]:
-        runtime = self._runtime
-        numbers = runtime.scheduler.broken_units(runtime.backward.units)
-        return [unit for number in sorted(numbers) if (unit := runtime.unit(number)) is not None]
-
-    def _warn_of_backward(self) -> list[Unit]:
-        """Warn that a backward raised.
-
-        Returns:
-            The units whose gradients from earlier backwards of the step must be discarded as well.
-        """
-        runtime = self._runtime
-        names = ", ".join(f"'{unit.name}'" for unit in runtime.backward.units.values()) or "no unit"
-        step = self._units_of_step()
-        kept = (
-            runtime.reducer.merged
-            or any(group.grads.deferred is not None for unit in step for group in unit.groups)
-            or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
-        )
-        also = ", together with the gradients that earlier backwards of the step kept without communication" if kept else ""
-        warnings.warn(
-            f"The last backward raised after it had reached {names}. The gradients of that backward are discarded{also}.",
-            stacklevel=4,
-        )
-        return step if kept else []  # gradients of a step are all or nothing
-
-    def _units_of_step(self) -> list[Unit]:
-        """Return the units that the backward reached or would have reached, and the units below those."""
-        reached = [*self._runtime.backward.units.values(), *self._broken_units()]
-        below = units_below(root for unit in reached for root in unit.modules)
-        return [unit for unit in dict.fromkeys([*reached, *below]) if unit.runtime is self._runtime]
-
-
 def make_unit(
     modules: Sequence[nn.Module],
     parameters: list[ShardedParameter],
@@ -515,6 +461,3 @@ def make_unit(
 ) -> Unit:
     """Create a unit, and its runtime if there is none yet. `global_id`: of the unit that it is a copy of."""
     return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
-
-
-__all__ = ["Runtime", "make_unit"]

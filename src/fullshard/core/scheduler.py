@@ -6,10 +6,10 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
+from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.errors import InternalError
-from fullshard.policies import CommPolicy, StateSharding
 
 _MAX_PREFETCHED = 64  # units that may be unsharded ahead, whatever the budget in bytes
 _REMEMBERED_FORWARDS = 64  # outermost forwards after which a backward that has not come is no longer expected
@@ -39,48 +39,19 @@ TRANSITIONS = {
 }
 
 
-class KeepAfterForward(enum.Enum):
-    """Which unsharded parameters stay after a forward with grad.
+class Move(enum.Enum):
+    """What the runtime does with a unit."""
 
-    After one without grad only those of KEPT units stay, and those that the user keeps with resident().
-    """
-
-    NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
-    ALWAYS = "always"  # reshard_after_forward=False: all unsharded parameters stay
-    OUTERMOST = "outermost"  # reshard_after_forward=None: those of the outermost unit stay
-    PARTLY = "partly"  # reshard_after_forward=int: each smaller group of ranks keeps one copy
-    KEPT = "kept"  # ZERO1 and ZERO2: unsharded parameters stay until the shards are written, also after backward
+    UNSHARD = "unshard"  # start the all-gather of the unit's parameters
+    WAIT = "wait"  # order the compute stream behind the all-gather
+    SAVE_SUBGROUP_SHARD = "save_subgroup_shard"  # copy the part of them that this rank keeps for its smaller group
+    RESHARD = "reshard"  # free the unsharded parameters
+    REDUCE = "reduce"  # hand their gradients to the reducer, which reduces or keeps them
+    PASS_BY = "pass_by"  # log a backward through the unit that reaches inputs only, so there is nothing to reduce
 
 
-@dataclass(slots=True)  # frozen ones take twice as long to make
-class Action:
-    """One thing for the runtime to do with one unit."""
-
-    unit: int
-
-
-class Unshard(Action):
-    """Start the all-gather of the unit's parameters."""
-
-
-class Wait(Action):
-    """Order the compute stream behind the all-gather."""
-
-
-class SaveSubgroupShard(Action):
-    """Copy the part of the unsharded parameters that this rank keeps for its smaller group, before they are freed."""
-
-
-class Reshard(Action):
-    """Free the unsharded parameters."""
-
-
-class Reduce(Action):
-    """Hand the gradients of the unsharded parameters to the reducer, which reduces or keeps them."""
-
-
-class PassBy(Action):
-    """Log a backward through the unit that reaches inputs only, so there is nothing to reduce."""
+Action: TypeAlias = tuple[Move, int]
+"""A move, and the number of the unit."""
 
 
 class ForwardCall(NamedTuple):
@@ -100,54 +71,15 @@ class ForwardResult(NamedTuple):
     actions: list[Action]
 
 
-class ScheduleOptions(Protocol):
-    """The options of a unit that the scheduler reads; `UnitOptions` has them."""
-
-    @property
-    def keep_after_forward(self) -> KeepAfterForward:
-        """When to reshard after forward."""
-
-    @property
-    def states(self) -> StateSharding:
-        """The level of ZeRO, which says whether the unsharded parameters are kept between steps."""
-
-    @property
-    def keep_after_backward(self) -> bool:
-        """True to keep the unsharded parameters when a backward ends."""
-
-    @property
-    def in_backward(self) -> bool:
-        """True if the unit's backward needs the unsharded parameters."""
-
-    @property
-    def comm(self) -> CommPolicy:
-        """`prefetch_bytes` of it: the budget of prefetching while the unit computes. None means one unit."""
-
-
-def _always() -> bool:
-    return True
-
-
 @dataclass(slots=True, eq=False)
 class UnitRecord:
     """The scheduler's view of one unit. Only the scheduler changes `residency`."""
 
     number: int
-    options: ScheduleOptions
-    is_attached: Callable[[], bool] = _always
+    options: UnitOptions
 
-    # When to reshard after forward, and whether to reshard after backward: from `options`.
-    policy: KeepAfterForward = field(init=False)
-    stays_after_backward: bool = field(init=False)
-
-    # Number of units to prefetch at most, from `options`; their bytes may allow fewer.
-    ahead: int = field(init=False)
-
-    # Its actions, made once.
-    unshard: Unshard = field(init=False)
-    wait: Wait = field(init=False)
-    reshard: Reshard = field(init=False)
-    reduce: Reduce = field(init=False)
+    # Returns True while the unit is in its place in the model, with the same answer on all ranks. Only then is it prefetched.
+    is_attached: Callable[[], bool]
 
     # Bytes of the unsharded parameters.
     nbytes: int = 0
@@ -159,6 +91,7 @@ class UnitRecord:
     # resident() blocks around the unit. While there are any, it stays unsharded.
     resident_blocks: int = 0
 
+    unsharded_by_user: bool = False
     residency: Residency = Residency.SHARDED
 
     # Calls whose backward may still come, by the order of events alone. Equal on every rank, so it may decide about
@@ -169,52 +102,29 @@ class UnitRecord:
     # what is legal, never what is sent.
     live_graphs: int = 0
 
-    # Forwards of the unit in progress.
-    running: int = 0
-
     # Graphs of calls that ended until this time are not counted, since a reset forgot them.
     since: int = -1
+
+    # Forwards of the unit in progress; of a unit of several modules also those of its modules, with the time at which each
+    # began, and the modules that have not run yet.
+    running: int = 0
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
 
     # The last forward outside of a backward, which a recomputation repeats, and whether it (or its recomputation) had grad.
     last: ForwardCall | None = None
     had_grad: bool = False
 
-    unsharded_by_user: bool = False
+    # No parameter gets a gradient in the running backward, which has entered the unit.
+    passed: bool = False
 
     # The phase of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
     create_graph_phase: int = -1
-
-    def __post_init__(self) -> None:
-        self.configure(self.options, nbytes=0)
-        number = self.number
-        self.unshard, self.wait, self.reshard, self.reduce = Unshard(number), Wait(number), Reshard(number), Reduce(number)
 
     @property
     def is_pinned(self) -> bool:
         """True if the user unsharded the unit, with unshard() or resident()."""
         return self.residency is Residency.FULL and (self.unsharded_by_user or self.resident_blocks > 0)
-
-    def configure(self, options: ScheduleOptions, *, nbytes: int) -> None:
-        """Set the options, and the bytes of the unsharded parameters."""
-        self.options, self.nbytes = options, nbytes
-        kept = options.states.keeps_parameters
-        self.policy = KeepAfterForward.KEPT if kept else options.keep_after_forward
-        self.stays_after_backward = kept or options.keep_after_backward
-        self.ahead = 1 if options.comm.prefetch_bytes is None else _MAX_PREFETCHED
-
-    def enter_resident(self) -> bool:
-        """Count a resident() block that begins. Return True if it is the outermost one."""
-        self.resident_blocks += 1
-        return self.resident_blocks == 1
-
-    def leave_resident(self) -> bool:
-        """Count a resident() block that ends. Return True if it was the outermost one."""
-        self.resident_blocks -= 1
-        return self.resident_blocks == 0
-
-    def clear(self) -> None:
-        """Mark the unit sharded after its unsharded parameters were dropped."""
-        self.residency, self.unsharded_by_user, self.create_graph_phase = Residency.SHARDED, False, -1
 
 
 @dataclass(slots=True)
@@ -299,36 +209,30 @@ class Scheduler:
 
         forward   A(1  2) B(3  4) C(5  6)
         backward  C ...... B: C started at 5 > 4, so reduce C ...... A: reduce B ...... end: reduce A
-
-    Attributes:
-        clock: ticks when a forward starts or ends.
-        running: forwards in progress, outermost first; until they end, their `end` is their start.
-        stats: counts of all-gathers.
     """
 
     def __init__(self) -> None:
-        self.clock = 0
-        self.running: list[ForwardCall] = []
+        self.clock = 0  # ticks when a forward starts or ends
+        self.running: list[ForwardCall] = []  # forwards in progress, outermost first; until they end, `end` is `start`
         self.stats = Stats()
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
         self._records: dict[int, UnitRecord] = {}
 
         # Outermost forwards begun, backwards begun and backwards ended so far: the number of the current phase.
-        self._phase = 0
+        self.phase = 0
 
         # Units unsharded ahead and not used yet, oldest first: unit -> the phase in which that happened.
-        self._prefetched: dict[int, int] = {}
+        self.prefetched: dict[int, int] = {}
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
         # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or
         # after `_REMEMBERED_FORWARDS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
-        self._outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
+        self.outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 
         # The running backward: unit -> start of its earliest call whose backward has begun, until it is reduced; the ends of
         # all calls whose backward has begun; and the latest start reached so far.
         self._entered: dict[int, int] = {}
-        self._passed: set[int] = set()  # the entered units of which no parameter gets a gradient
         self._begun: set[int] = set()
         self._latest = -1
         self._has_begun_backward = False
@@ -338,15 +242,8 @@ class Scheduler:
 
     # --- units ---
 
-    def register(self, unit: int, options: ScheduleOptions, is_attached: Callable[[], bool] = _always) -> UnitRecord:
-        """Add a unit and return its record.
-
-        Args:
-            unit: its number.
-            options: its options.
-            is_attached: returns True while the unit is in its place in the model, with the same answer on all ranks. Only then
-                is it prefetched.
-        """
+    def register(self, unit: int, options: UnitOptions, is_attached: Callable[[], bool] = lambda: True) -> UnitRecord:
+        """Add a unit and return its record. `is_attached`: as there."""
         record = self._records[unit] = UnitRecord(unit, options, is_attached)
         return record
 
@@ -356,29 +253,15 @@ class Scheduler:
         Orders keep its number while they keep the run, since other ranks may delete the module later: predictions must stay
         equal on all ranks.
         """
-        self._records.pop(unit, None)
+        self._records.pop(unit).running = 0
         self._entered.pop(unit, None)
-        self._passed.discard(unit)
-        self._prefetched.pop(unit, None)
+        self.prefetched.pop(unit, None)
         self.running[:] = [call for call in self.running if call.unit != unit]
         self._pending = {end: call for end, call in self._pending.items() if call.unit != unit}
 
-    def knows(self, unit: int) -> bool:
-        """Return True if the unit is registered."""
-        return unit in self._records
-
-    def is_running(self, unit: int) -> bool:
-        """Return True if a forward of the unit is in progress."""
-        record = self._records.get(unit)
-        return record is not None and record.running > 0
-
-    def running_units(self) -> list[int]:
-        """Return the units whose forward is in progress, outermost first."""
-        return [call.unit for call in self.running]
-
-    def outermost(self) -> int | None:
-        """Return the unit of the outermost forward in progress."""
-        return self.running[0].unit if self.running else None
+    def is_outermost(self, unit: int) -> bool:
+        """Return True if the outermost forward in progress is one of the unit."""
+        return len(self.running) > 0 and self.running[0].unit == unit
 
     def in_backward(self, unit: int) -> bool:
         """Return True if the running backward has entered the unit and not reduced it yet."""
@@ -394,32 +277,37 @@ class Scheduler:
 
     # --- forward ---
 
-    def before_forward(self, unit: int, *, stale: bool = False) -> list[Action]:
+    def before_forward(self, unit: int, *, stale: bool = False, parts: Sequence[int] = ()) -> list[Action]:
         """Unshard the unit, and prefetch the next ones. A forward that is recomputed calls `before_recompute` instead.
 
         Args:
             unit: the unit.
             stale: True if the shards changed since the unit was unsharded.
+            parts: the modules of a unit of several, by any number, the one first that begins its forward.
         """
+        record = self._records[unit]
         actions = [] if self.running else self._begin_run(unit)
         self.clock += 1
         self.running.append(ForwardCall(unit, self.clock, self.clock))
-        record = self._records[unit]
         record.running += 1
-        expected = self.forward_order.expect(unit, record.ahead)
-        in_backward = len(self._entered) > 0
-        return actions + self._unshard_and_prefetch(record, expected, record.next_forward, stale=stale, in_backward=in_backward)
+        if parts:
+            record.parts, record.left = [(parts[0], self.clock)], set(parts)
+        return actions + self._unshard_and_prefetch(record, None, stale=stale)
+
+    def continue_forward(self, unit: int, part: int) -> None:
+        """Note that another module of a running unit of several modules begins its forward."""
+        self._records[unit].parts.append((part, self.clock))
 
     def _begin_run(self, unit: int) -> list[Action]:
         """Begin an outermost forward."""
         now = self.forward_order.now
         if now[:1] == [unit] or len(now) > 8 * len(self._records):
             self.forward_order.close()
-        actions = [] if unit in self._prefetched else self._drop_unused()
-        if len(self._outermost_starts) == _REMEMBERED_FORWARDS:
-            self._expire(before=self._outermost_starts[0])
-        self._outermost_starts.append(self.clock)
-        self._phase += 1
+        actions = [] if unit in self.prefetched else self._drop_unused()
+        if len(self.outermost_starts) == _REMEMBERED_FORWARDS:
+            self._expire(before=self.outermost_starts[0])
+        self.outermost_starts.append(self.clock)
+        self.phase += 1
         return actions
 
     def drop_stale(self, units: Iterable[int]) -> list[Action]:
@@ -427,57 +315,83 @@ class Scheduler:
 
         Call this outside of forward and backward. `units`: those whose shards were written since they were unsharded.
         """
-        actions: list[Action] = []
-        for unit in units:
-            record = self._records[unit]
-            if record.policy is KeepAfterForward.KEPT and not record.is_pinned:
-                actions += self.finish_unshard(unit) + self._reshard(record)
-        return actions
+        records = [self._records[unit] for unit in units]
+        kept = [record for record in records if record.options.retention is KeepAfterForward.KEPT and not record.is_pinned]
+        return [action for record in kept for action in (*self.finish_unshard(record.number), *self._reshard(record))]
 
     def unshard_kept(self, units: Iterable[int]) -> list[Action]:
         """Start the all-gathers of the sharded units among these, if they are kept between steps."""
-        actions: list[Action] = []
-        for unit in units:
-            record = self._records[unit]
-            if record.policy is KeepAfterForward.KEPT and record.residency is Residency.SHARDED:
-                actions.append(self._start_unshard(record))
-        return actions
+        records = [self._records[unit] for unit in units]
+        kept = [record for record in records if record.options.retention is KeepAfterForward.KEPT]
+        return [action for record in kept for action in self._start_unshard(record)]
 
-    def after_forward(self, unit: int, *, grad: bool, since: int = -1) -> ForwardResult:
+    def after_forward(self, unit: int, *, grad: bool, part: int | None = None) -> ForwardResult:
         """Reshard the unit according to its policy.
+
+        The forward of a unit of several modules goes on until each of them has run and none runs, unless no forward of another
+        unit is around it: then nothing else would end it, and each module is a forward of its own.
 
         Args:
             unit: the unit whose innermost call ends.
             grad: True if the forward ran in grad mode and did not raise. Which outputs require grad may differ between ranks.
-            since: start of the module that ends the call. In a list of modules another module may have begun the call; calls
-                that began before `since` stay open.
+            part: the module that ends its forward, if the unit has several.
 
         Returns:
-            The call; the calls inside it that never ended (they raised, or some modules of a list did not run) and end with it;
-            and the actions.
+            The call (so far, if other modules of the unit follow); the calls inside it that never ended (they raised, or some
+            modules of a list did not run) and end with it; and the actions.
         """
         self.clock += 1
-        closed: list[ForwardCall] = []
-        if self.running and self.running[-1].unit == unit:
-            call = ForwardCall(unit, self.running.pop().start, self.clock)
-            self._records[unit].running -= 1
-        else:
-            *closed, call = self._end_call(unit, since)
-        actions: list[Action] = []
-        for inner in closed:
-            record = self._records[inner.unit]
-            record.last, record.had_grad = inner, grad
-            policy = record.policy
-            if policy is not KeepAfterForward.KEPT and not (grad and policy is KeepAfterForward.ALWAYS):
-                actions += self._reshard(record)
         record = self._records[unit]
+        closed: list[ForwardCall] = []
+        actions: list[Action] = []
+        if part is None and self.running and self.running[-1].unit == unit:
+            call = ForwardCall(unit, self.running.pop().start, self.clock)
+            record.running -= 1
+        else:
+            since = -1 if part is None else self._end_part(record, part)
+            if part is not None and (record.left or record.parts) and not self.is_outermost(unit):
+                start = next(call.start for call in self.running if call.unit == unit)
+                return ForwardResult(ForwardCall(unit, start, self.clock), closed, actions)
+            *closed, call = self._end_call(unit, since)
+        for inner in closed:
+            other = self._records[inner.unit]
+            other.last, other.had_grad = inner, grad
+            retention = other.options.retention
+            if retention is not KeepAfterForward.KEPT and not (grad and retention is KeepAfterForward.ALWAYS):
+                actions += self._reshard(other)
         record.last, record.had_grad = call, grad
-        if not record.running:  # a unit may call itself
-            actions += self._after_last_forward(record, call, grad)
+        if record.running:  # the unit called itself
+            return ForwardResult(call, closed, actions)
+        retention, outermost = record.options.retention, not self.running
+        if outermost and call.end - call.start > 1:  # units ran inside
+            # The next outermost forward may be of another model, which some ranks may have deleted: this run must not predict
+            # it.
+            self.forward_order.close()
+        if retention is KeepAfterForward.KEPT or record.resident_blocks:
+            record.unsharded_by_user = False
+        stays = retention is KeepAfterForward.ALWAYS or (retention is KeepAfterForward.OUTERMOST and outermost)
+        if retention is not KeepAfterForward.KEPT and not (grad and stays):
+            whole = record.residency is Residency.FULL and not record.resident_blocks
+            if grad and retention is KeepAfterForward.PARTLY and whole:
+                actions.append((Move.SAVE_SUBGROUP_SHARD, unit))
+            actions += self._reshard(record)
         return ForwardResult(call, closed, actions)
 
+    def _end_part(self, record: UnitRecord, part: int) -> int:
+        """End the forward of a module of a unit of several, and what began inside and never ended. Return its start."""
+        record.left.discard(part)
+        at = next((at for at in reversed(range(len(record.parts))) if record.parts[at][0] == part), None)
+        if at is None:
+            return -1
+        since = record.parts[at][1]
+        del record.parts[at:]
+        return since
+
     def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
-        """End the innermost call of the unit, and first the unended calls inside it that began after `since`."""
+        """End the innermost call of the unit, and first the unended calls inside it that began after `since`.
+
+        Another module of the unit may have begun the call: calls that began before the one that ends it, at `since`, stay open.
+        """
         ended: list[ForwardCall] = []
         for index in range(len(self.running) - 1, -1, -1):
             call = self.running[index]
@@ -488,32 +402,6 @@ class Scheduler:
                 if call.unit == unit:
                     return ended
         raise InternalError(f"Unit {unit} ended a forward that it never began.")
-
-    def _after_last_forward(self, record: UnitRecord, call: ForwardCall, grad: bool) -> list[Action]:
-        """Reshard after the outermost call of the unit."""
-        record.unsharded_by_user = record.unsharded_by_user and not record.resident_blocks
-        outermost = not self.running
-        if outermost and call.end - call.start > 1:  # units ran inside
-            # The next outermost forward may be of another model, which some ranks may have deleted: this run must not predict
-            # it.
-            self.forward_order.close()
-        policy = record.policy
-        if policy is KeepAfterForward.KEPT:
-            record.unsharded_by_user = False
-            return []
-        if not grad:
-            return self._reshard(record)
-        if policy is KeepAfterForward.ALWAYS or (policy is KeepAfterForward.OUTERMOST and outermost):
-            return []
-        if policy is KeepAfterForward.PARTLY and record.residency is Residency.FULL and not record.resident_blocks:
-            return [SaveSubgroupShard(record.number), *self._reshard(record)]
-        return self._reshard(record)
-
-    def partial_end(self, unit: int) -> ForwardCall:
-        """Return the call so far: one module of a unit of several modules ended its forward, others follow."""
-        self.clock += 1
-        start = next(call.start for call in self.running if call.unit == unit)
-        return ForwardCall(unit, start, self.clock)
 
     def call_outside(self, unit: int, *, copied: bool = False) -> ForwardCall:
         """Return a call for a use of the unit's parameters outside of its forward; `copied`: of a copy of them."""
@@ -542,13 +430,14 @@ class Scheduler:
         if record is not None and call.end > record.since:
             record.live_graphs -= 1
 
+    def begin_backward(self) -> None:
+        """Begin a phase at the first event of a backward: shards may have been written since the forward."""
+        if not self._has_begun_backward:
+            self._has_begun_backward = True
+            self.phase += 1
+
     def before_backward(
-        self,
-        call: ForwardCall,
-        *,
-        stale: bool = False,
-        again: bool = False,
-        collects: bool = True,
+        self, call: ForwardCall, *, stale: bool = False, again: bool = False, collects: bool = True
     ) -> list[Action]:
         """Reduce the units whose backward is done, unshard this one, and prefetch the next.
 
@@ -558,28 +447,23 @@ class Scheduler:
             again: the backward has create_graph=True, so the unit stays unsharded until the next backward ends.
             collects: False if the backward reaches inputs only, so that no parameter of the unit gets a gradient.
         """
-        record = self._records[call.unit]
+        unit, start, end, copied = call
+        record = self._records[unit]
         if not self._has_begun_backward:
-            self._begin_backward()
-        if again and not call.copied:
-            record.create_graph_phase = self._phase
-        actions = self._reduce_done(beyond=call.end)
-        if collects:
-            self._passed.discard(call.unit)
-        elif call.unit not in self._entered:
-            self._passed.add(call.unit)
-        self._entered[call.unit] = min(call.start, self._entered.get(call.unit, call.start))
-        self._latest = max(self._latest, call.start)
-        self._begun.add(call.end)
-        if self._pending.pop(call.end, None) is not None:
+            self.begin_backward()
+        if again and not copied:
+            record.create_graph_phase = self.phase
+        actions = self._reduce_done(beyond=end)
+        if collects or unit not in self._entered:
+            record.passed = not collects
+        self._entered[unit] = min(start, self._entered.get(unit, start))
+        self._latest = max(self._latest, start)
+        self._begun.add(end)
+        if self._pending.pop(end, None) is not None:
             record.pending_backwards -= 1
-        if call.copied:
+        if copied:
             return actions
-        expected = self.backward_order.expect(call.unit, record.ahead) or self._expect_as_forward(call)
-        needed = record.options.in_backward
-        return actions + self._unshard_and_prefetch(
-            record, expected, record.next_backward, stale=stale, in_backward=True, itself=needed
-        )
+        return actions + self._unshard_and_prefetch(record, call, stale=stale, itself=record.options.in_backward)
 
     def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Unshard for a forward inside backward (activation checkpointing). The unit stays unsharded until it is reduced.
@@ -588,26 +472,15 @@ class Scheduler:
         had none (reentrant checkpointing), the unit's backward begins here.
         """
         record = self._records[unit]
-        if not self._has_begun_backward:
-            self._begin_backward()
+        self.begin_backward()
         actions: list[Action] = []
         if record.last is None:
             record.last, record.had_grad = self.call_outside(unit), False
         elif not record.had_grad:
             actions = self._reduce_done(beyond=record.last.end)
         self._recomputing.append(unit)
-        if unit in self._entered and record.had_grad:  # `before_backward` has prefetched the next unit already
-            return actions + self._unshard_and_prefetch(record, (), (), stale=stale, in_backward=True)
-        expected = self.backward_order.expect(unit, record.ahead) or self._expect_as_forward(record.last)
-        in_backward = len(self._entered) > 0
-        return actions + self._unshard_and_prefetch(
-            record, expected, record.next_backward, stale=stale, in_backward=in_backward
-        )
-
-    def _begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward: shards may have been written since the forward."""
-        self._has_begun_backward = True
-        self._phase += 1
+        ahead = not (unit in self._entered and record.had_grad)  # else `before_backward` has prefetched the next unit already
+        return actions + self._unshard_and_prefetch(record, record.last, stale=stale, ahead=ahead)
 
     def after_recompute(self, unit: int, *, grad: bool) -> ForwardCall:
         """Return the call that the recomputation repeats, for the backward of its graph."""
@@ -627,17 +500,17 @@ class Scheduler:
         self._recomputing.clear()
         self._has_begun_backward = False
         for record in self._records.values():
-            if record.create_graph_phase != self._phase:
+            if record.create_graph_phase != self.phase:
                 record.create_graph_phase = -1
-        self._phase += 1
+        self.phase += 1
         actions = self._reduce_done(beyond=-1, even_if_pending=True)
         self._expire(before=self._latest)
         self._begun.clear()
         self._latest = -1
         actions += self._drop_unused()
-        for record in list(self._records.values()):
-            wanted = record.unsharded_by_user or record.stays_after_backward or record.running
-            over = record.pending_backwards == 0 or record.policy is KeepAfterForward.NEVER
+        for record in self._records.values():
+            wanted = record.unsharded_by_user or record.options.stays_after_backward or record.running
+            over = record.pending_backwards == 0 or record.options.retention is KeepAfterForward.NEVER
             if record.residency is Residency.FULL and over and not wanted:
                 actions += self._reshard(record)
         self.forward_order.close()
@@ -654,22 +527,19 @@ class Scheduler:
             record = self._records[unit]
             if start > beyond and (even_if_pending or record.pending_backwards == 0) and unit not in self._recomputing:
                 del self._entered[unit]
-                if not record.stays_after_backward:
+                if not record.options.stays_after_backward:
                     actions += self._reshard(record)  # first, so that the reduction can use this memory
-                actions.append(PassBy(unit) if unit in self._passed else record.reduce)
-                self._passed.discard(unit)
+                actions.append((Move.PASS_BY if record.passed else Move.REDUCE, unit))
         return actions
 
     # --- pending backwards ---
 
-    def _not_pending(self, call: ForwardCall) -> None:
-        if self._pending.pop(call.end, None) is not None:
-            self._records[call.unit].pending_backwards -= 1
-
     def _expire(self, *, before: int) -> None:
         """Stop expecting the backwards of calls that began before this time."""
-        for call in [call for call in self._pending.values() if call.start < before]:
-            self._not_pending(call)
+        for end, call in list(self._pending.items()):
+            if call.start < before:
+                del self._pending[end]
+                self._records[call.unit].pending_backwards -= 1
 
     def has_pending_since(self, begin: int) -> bool:
         """Return True if a pending call began at `begin` or later."""
@@ -677,24 +547,12 @@ class Scheduler:
 
     def start_of_outermost(self, call: ForwardCall) -> int:
         """Return the start of the outermost forward that `call` was part of, -1 if that is too long ago."""
-        for start in reversed(self._outermost_starts):
+        for start in reversed(self.outermost_starts):
             if start < call.start:
                 return start
         return -1
 
-    def next_outermost(self, since: int) -> int | None:
-        """Return the start of the next outermost forward after the one that began at `since`, None if there is none."""
-        return min((start for start in self._outermost_starts if start > since), default=None)
-
-    def previous_outermost(self, until: int) -> int | None:
-        """Return the start of the last outermost forward before the one that began at `until`, None if there is none."""
-        return max((start for start in self._outermost_starts if start < until), default=None)
-
     # --- prefetching ---
-
-    def is_prefetched_in_this_phase(self, unit: int) -> bool:
-        """Return True if the unit was prefetched in the running forward or backward."""
-        return self._prefetched.get(unit) == self._phase
 
     def _expect_as_forward(self, call: ForwardCall) -> list[int]:
         """Return the unit that the backward needs after `call`, where no order is known or the backward has left it.
@@ -709,81 +567,63 @@ class Scheduler:
         return []
 
     def _unshard_and_prefetch(
-        self,
-        record: UnitRecord,
-        expected: Sequence[int],
-        by_user: Sequence[int] | None,
-        *,
-        stale: bool,
-        in_backward: bool,
-        itself: bool = True,
+        self, record: UnitRecord, call: ForwardCall | None, *, stale: bool, itself: bool = True, ahead: bool = True
     ) -> list[Action]:
         """Unshard the unit that computes next, and start unsharding the units after it.
 
         Args:
             record: the unit that computes next.
-            expected: units that are expected after it.
-            by_user: units that the user set instead, if any.
+            call: the call whose backward or recomputation it is; None in forward.
             stale: the shards changed since the unit was unsharded, so it is unsharded again.
-            in_backward: skip units whose backward needs no unsharded parameters.
             itself: False if only the units after it are needed.
+            ahead: False if only the unit itself is.
         """
-        unit = record.number
-        actions: list[Action] = []
-        if stale:
-            actions += self.finish_unshard(unit)
-            if record.residency is Residency.FULL:
-                unsharded_by_user = record.unsharded_by_user
-                actions += self._reshard(record, force=True)
-                record.unsharded_by_user = unsharded_by_user
-        if itself and record.residency is Residency.SHARDED:
-            order = self.backward_order if in_backward else self.forward_order
-            self.stats.missed += order.has_left
-            self.stats.gathers += 1
-            record.residency = Residency.GATHERING
-            actions.append(record.unshard)
-        if record.residency is Residency.GATHERING:
-            self._prefetched.pop(unit, None)
-            record.residency = Residency.FULL
-            actions.append(record.wait)
-        if expected or by_user:
-            actions += self._prefetch(record, expected, by_user, in_backward=in_backward)
-        return actions
-
-    def _prefetch(
-        self, record: UnitRecord, expected: Sequence[int], by_user: Sequence[int] | None, *, in_backward: bool
-    ) -> list[Action]:
-        """Start unsharding the units to prefetch while the unit of `record` computes."""
-        actions: list[Action] = []
+        unit, in_backward = record.number, call is not None
+        order = self.backward_order if in_backward else self.forward_order
         budget = record.options.comm.prefetch_bytes  # None: one unit
-        for unit in expected if by_user is None else by_user:
+        by_user = record.next_backward if in_backward else record.next_forward
+        following: Sequence[int] = ()
+        if ahead:
+            expected = order.expect(unit, 1 if budget is None else _MAX_PREFETCHED)
+            if call is not None and not expected:
+                expected = self._expect_as_forward(call)
+            following = expected if by_user is None else by_user
+        actions = self._drop(record) if stale else []
+        if itself and record.residency is Residency.SHARDED:
+            self.stats.missed += order.has_left
+            actions += self._start_unshard(record)
+        if record.residency is Residency.GATHERING:
+            self.prefetched.pop(unit, None)
+            record.residency = Residency.FULL
+            actions.append((Move.WAIT, unit))
+        for unit in following:
             other = self._records.get(unit)
             if other is None or not other.is_attached():
                 continue
-            is_over = len(self._prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
+            is_over = len(self.prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
             if by_user is None and is_over:
                 break
             if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
-                self._prefetched[unit] = self._phase
+                self.prefetched[unit] = self.phase
+                self.stats.prefetched += 1
+                self.stats.gathers += 1
                 other.residency = Residency.GATHERING
-                actions.append(other.unshard)
-        self.stats.prefetched += len(actions)
-        self.stats.gathers += len(actions)
+                actions.append((Move.UNSHARD, unit))
         return actions
 
     def _prefetched_bytes(self) -> int:
-        return sum(self._records[unit].nbytes for unit in self._prefetched)
+        return sum(self._records[unit].nbytes for unit in self.prefetched)
 
     def _drop_unused(self) -> list[Action]:
         """Reshard the prefetched units that nothing used."""
         actions: list[Action] = []
-        for unit in self._prefetched:
+        for unit in self.prefetched:
             record = self._records[unit]
             if record.residency is Residency.GATHERING:
                 self.stats.unused += 1
                 record.residency = Residency.SHARDED
-                actions += [record.wait, record.reshard]
-        self._prefetched.clear()
+                actions += [(Move.WAIT, unit), (Move.RESHARD, unit)]
+        self.prefetched.clear()
         return actions
 
     # --- transitions of one unit ---
@@ -791,10 +631,8 @@ class Scheduler:
     def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Start to unshard a unit for the user, who waits for it later. `stale`: unshard it again."""
         record = self._records[unit]
-        actions = (self.finish_unshard(unit) + self._reshard(record, force=True)) if stale else []
-        if record.residency is Residency.SHARDED:
-            actions.append(self._start_unshard(record))
-        self._prefetched.pop(unit, None)
+        actions = (self._drop(record) if stale else []) + self._start_unshard(record)
+        self.prefetched.pop(unit, None)
         record.unsharded_by_user = True
         return actions
 
@@ -802,38 +640,49 @@ class Scheduler:
         """Reshard a unit for the user, even inside of resident()."""
         record = self._records[unit]
         record.unsharded_by_user = False
-        return self.finish_unshard(unit) + self._reshard(record, force=True)
+        return self._drop(record)
 
     def finish_unshard(self, unit: int) -> list[Action]:
         """Wait for the all-gather of a unit, if one is in flight."""
         record = self._records[unit]
         if record.residency is not Residency.GATHERING:
             return []
-        self._prefetched.pop(unit, None)
+        self.prefetched.pop(unit, None)
         record.residency = Residency.FULL
-        return [record.wait]
+        return [(Move.WAIT, unit)]
 
-    def _start_unshard(self, record: UnitRecord) -> Action:
-        """Start the all-gather of a sharded unit."""
+    def _start_unshard(self, record: UnitRecord) -> list[Action]:
+        """Start the all-gather of a unit, if it is sharded."""
+        if record.residency is not Residency.SHARDED:
+            return []
         record.residency = Residency.GATHERING
         self.stats.gathers += 1
-        return record.unshard
+        return [(Move.UNSHARD, record.number)]
 
-    def _reshard(self, record: UnitRecord, *, force: bool = False) -> list[Action]:
+    def _reshard(self, record: UnitRecord) -> list[Action]:
         """Reshard an unsharded unit, unless it is resident or the graph of a backward needs it."""
         record.unsharded_by_user = False
         needed = record.resident_blocks > 0 or record.create_graph_phase != -1
-        if record.residency is not Residency.FULL or (needed and not force):
+        if needed or record.residency is not Residency.FULL:
             return []
         record.residency = Residency.SHARDED
-        return [record.reshard]
+        return [(Move.RESHARD, record.number)]
+
+    def _drop(self, record: UnitRecord) -> list[Action]:
+        """Reshard a unit, whatever needs it, after the wait for its all-gather if one is in flight."""
+        actions = self.finish_unshard(record.number)
+        if record.residency is Residency.FULL:
+            record.residency = Residency.SHARDED
+            actions.append((Move.RESHARD, record.number))
+        return actions
 
     # --- recovery ---
 
-    def clear(self, unit: int) -> None:
-        """Mark a unit sharded after an action on it raised and its unsharded parameters were dropped."""
-        self._records[unit].clear()
-        self._prefetched.pop(unit, None)
+    def discard(self, unit: int) -> None:
+        """Mark a unit sharded after its unsharded parameters were dropped, as after an action on it that raised."""
+        record = self._records[unit]
+        record.residency, record.unsharded_by_user, record.create_graph_phase = Residency.SHARDED, False, -1
+        self.prefetched.pop(unit, None)
 
     def broken_units(self, reached: Iterable[int]) -> set[int]:
         """Return the units of the forward or backward that raised: those in progress, and those with calls beside theirs.
@@ -843,11 +692,11 @@ class Scheduler:
         Args:
             reached: the units that the backward entered.
         """
-        broken = {*reached, *self._entered, *self._recomputing, *self._prefetched}
+        broken = {*reached, *self._entered, *self._recomputing, *self.prefetched}
         last = (self._records[unit].last for unit in broken if unit in self._records)
         forwards = {self.start_of_outermost(call) for call in (*self.running, *last) if call is not None}
-        pending = (call.unit for call in self._pending.values() if self.start_of_outermost(call) in forwards)
-        return broken.union(self.running_units(), pending)
+        pending = (call for call in self._pending.values() if self.start_of_outermost(call) in forwards)
+        return broken.union(call.unit for call in (*self.running, *pending))
 
     def reset(self, units: Iterable[int] | None = None) -> None:
         """End the forward and backward that run: these units are sharded, and no backward of theirs is expected.
@@ -859,43 +708,21 @@ class Scheduler:
         broken = set(self._records if units is None else units)
         self._has_begun_backward, self._latest = False, -1
         self._entered.clear()
-        self._passed.clear()
         self._begun.clear()
         self.running.clear()
         self._recomputing.clear()
-        self._prefetched.clear()
+        self.prefetched.clear()
         self.forward_order.restart()
         self.backward_order.restart()
         self._pending = {end: call for end, call in self._pending.items() if call.unit not in broken}
-        for record in self._records.values():
+        for unit, record in self._records.items():
             record.running = 0
-            if record.number in broken:
-                record.clear()
+            if unit in broken:
+                self.discard(unit)
                 record.pending_backwards = record.live_graphs = 0
                 record.since = self.clock
             if units is None:
                 record.last, record.had_grad = None, False
         if units is None:
             self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
-            self._outermost_starts.clear()
-
-
-__all__ = [
-    "TRANSITIONS",
-    "Action",
-    "ExecutionOrder",
-    "ForwardCall",
-    "ForwardResult",
-    "KeepAfterForward",
-    "PassBy",
-    "Reduce",
-    "Reshard",
-    "Residency",
-    "SaveSubgroupShard",
-    "ScheduleOptions",
-    "Scheduler",
-    "Stats",
-    "UnitRecord",
-    "Unshard",
-    "Wait",
-]
+            self.outermost_starts.clear()

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -19,7 +20,6 @@ from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup, group_class, group_parameters
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit_modules import ForwardProgress, UnitModules
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
 from fullshard.errors import StateError, some_of, warn_once
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 FirstUse: TypeAlias = "Callable[[Unit, nn.Module], bool | None]"
 """A check of a unit, called with the module whose forward begins. It is due again if it raises or returns True."""
 
-
-_LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of its LateGradHook
+UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
+_LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of the hook that `hook_late_grads` added
 
 
 class Unit:
@@ -78,8 +78,21 @@ class Unit:
         self.parameters = parameters
         # The parameters again, grouped by dtypes, axis, device and requires_grad.
         self.groups: list[ParamGroup] = []
-        self.place = UnitModules(modules)
-        self.progress = ForwardProgress()
+        # References to modules are weak, since modules refer to their unit.
+        self._modules = [weakref.ref(module) for module in modules]
+        self.is_list = len(modules) > 1
+        # From the outermost module that the unit ran below down to its own: a module, and the name of its child.
+        self.path: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules, and the handles of their hooks
+        # Running forwards of its modules, outermost first: the id of the module, the index of the forward in `Runtime.trace`,
+        # and the exception that the caller was handling.
+        self.forwards: list[tuple[int, int, BaseException | None]] = []
+        self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
+        # Of the last forward: whether it moved its inputs to the device, since it was the outermost one; whether it had an
+        # output with a graph (None before the first one); and the units that it entered (True) and left, this one included.
+        self.moves_inputs = False
+        self.output_has_graph: bool | None = None
+        self.last_order: Sequence[tuple[int, bool]] = ()
         self.shows_plain = False  # full_params() shows plain Parameters on the modules
         # While users hold the unsharded parameters: version and address of each at first. A change of either is a write.
         self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
@@ -115,7 +128,12 @@ class Unit:
     @property
     def modules(self) -> list[nn.Module]:
         """The living modules that `fully_shard` was called on."""
-        return list(self.place)
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def outermost(self) -> nn.Module | None:
+        """The outermost module that the unit ran below, or its own first module; None once it is deleted."""
+        return self.path[0][0]() if self.path else self._modules[0]()
 
     @property
     def residency(self) -> Residency:
@@ -128,22 +146,21 @@ class Unit:
         """Unshard the parameters, prefetch the next unit, and put the unsharded parameters on the modules."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if runtime.communicator.interrupted or runtime.backward.underway:
-            runtime.recovery.recover()
+            runtime.recover()
         if self.refused or self.shows_plain:
             self._refuse_forward()
         if record.running:
             self._end_if_cut_short(module)
         if _torch.current_graph_task() != -1:
             self._begin_recomputation(module)
-        elif record.running and self.place.is_list:  # a later module of a list
+        elif self.is_list and record.running:  # a later module
             self.check_first_use(module)
+            scheduler.continue_forward(record.number, id(module))
         else:
             if not scheduler.running:
                 runtime.begin_outermost_forward(self, module)
             if self.first_use:
                 self.check_first_use(module)
-            if self.place.is_list:
-                self.progress.begin_list(self.place)
             stale = False
             if record.residency is not Residency.SHARDED:
                 # Kept, or prefetched, also within this forward, in which the caller may have written, as MoCo does.
@@ -152,8 +169,9 @@ class Unit:
                 if record.residency is Residency.FULL:
                     self.uninstall()  # takes over `requires_grad`
             runtime.trace.append((record.number, True))
-            runtime.run(scheduler.before_forward(record.number, stale=stale))
-        self.progress.begin(module, scheduler.clock, len(runtime.trace) - 1)
+            parts = [id(one) for one in (module, *self.modules)] if self.is_list else ()
+            runtime.run(scheduler.before_forward(record.number, stale=stale, parts=parts))
+        self.forwards.append((id(module), len(runtime.trace) - 1, sys.exc_info()[1]))
         for group in self.groups:
             group.install()
 
@@ -167,10 +185,9 @@ class Unit:
 
     def _end_if_cut_short(self, module: nn.Module) -> None:
         """End the forward of an outermost unit that runs as far as is known, if no hook told its end."""
-        outermost = self.runtime.scheduler.outermost() == self.record.number
-        inside = self.place.is_list or self.progress.methods or _torch.is_in_forward(module, outer=True)
-        if outermost and not inside:
-            self.runtime.recovery.abort_in_progress()
+        inside = self.is_list or self.methods or _torch.is_in_forward(module, outer=True)
+        if not inside and self.runtime.scheduler.is_outermost(self.number):
+            self.runtime.abort_in_progress()
 
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
         """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
@@ -189,11 +206,10 @@ class Unit:
     def _begin_recomputation(self, module: nn.Module) -> None:
         """Unshard for a forward inside of backward (activation checkpointing)."""
         runtime, number = self.runtime, self.record.number
-        if self.first_use:
-            self.check_first_use(module)
-        stale = self.stale_in_backward(first=runtime.begin_backward())
+        self.check_first_use(module)
+        runtime.begin_backward()
         runtime.backward.units[number] = self
-        runtime.run(runtime.scheduler.before_recompute(number, stale=stale))
+        runtime.run(runtime.scheduler.before_recompute(number, stale=self.stale_in_backward()))
 
     def post_forward(self, module: nn.Module, *, failed: bool = False) -> ForwardCall | None:
         """Reshard the parameters. Return the call for a `BackwardHook` on the outputs, None if it cannot have a backward."""
@@ -202,24 +218,26 @@ class Unit:
         # Checkpointing ends a recomputation early by an exception. A failure is reported when it leaves backward.
         if failed and not recomputes:
             self._report_exception()
+        key, traced = id(module), 0
+        for at in range(len(self.forwards) - 1, -1, -1):  # those inside of it that never ended go as well
+            if self.forwards[at][0] == key:
+                traced = self.forwards[at][1]
+                del self.forwards[at:]
+                break
         # A forward that raised has no backward. Reshard it, or the next forward would compute with these parameters.
         number, grad = record.number, torch.is_grad_enabled() and not failed
         if recomputes:  # the unit stays unsharded until its gradients are reduced
-            self.progress.end(module)
             call = scheduler.after_recompute(number, grad=grad)
             return call if grad else None
         if not record.running:
             return None  # it raised before it began
-        if self.place.is_list and not self._ends_list(module):
-            self.progress.end(module)
-            return scheduler.partial_end(number)
-        stack = self.progress.stack
-        began = stack.pop() if stack and stack[-1].module == id(module) else self.progress.end(module)
         # The call has ended, and with it the calls inside it that raised or were never finished.
-        ended = scheduler.after_forward(number, grad=grad, since=began.clock)
+        ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
+        if self.is_list and record.running:  # other modules follow
+            return ended.call if grad else None
         runtime.trace.append((number, False))
-        if not failed and not ended.closed and not self.place.is_list:  # for ranks that join a forward without computing
-            self.progress.last_order = runtime.trace[began.traced :]
+        if not failed and not ended.closed and not self.is_list:  # for ranks that join a forward without computing
+            self.last_order = runtime.trace[traced:]
         for closed in ended.closed:
             inner = runtime.unit(closed.unit)
             if inner is not None:
@@ -237,11 +255,11 @@ class Unit:
             runtime.reducer.poll()
         return ended.call if grad else None
 
-    def _ends_list(self, module: nn.Module) -> bool:
-        """Count this module's forward. Return True if it is the last one of a unit of several modules."""
-        # Without a unit around it nothing else would end it, so each module is a forward of its own.
-        done = self.progress.is_list_done(module) and not self.progress.runs_around(module)
-        return done or self.runtime.scheduler.outermost() == self.record.number
+    def has_raised(self, module: nn.Module) -> bool:
+        """Return True in an exception handler if the exception left the running forward of a module of the unit."""
+        failure = sys.exc_info()[1]
+        handled = next((handled for key, _, handled in reversed(self.forwards) if key == id(module)), None)
+        return failure is not None and failure is not handled  # or the forward was called in a handler of its caller
 
     def _report_exception(self) -> None:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""
@@ -250,7 +268,7 @@ class Unit:
         # An outer unit sees the same exception: keep the innermost place.
         if runtime.raised_in is None or runtime.raised_in[1] != text:
             runtime.raised_in = f"'{self.name}' forward", text
-        if runtime.scheduler.outermost() in (self.number, None):
+        if not runtime.scheduler.running or runtime.scheduler.is_outermost(self.number):
             runtime.communicator.report_exception(*runtime.raised_in)
             runtime.raised_in = None
 
@@ -269,12 +287,13 @@ class Unit:
                 "the forward again."
             )
         if runtime.communicator.interrupted or runtime.backward.raised:
-            runtime.recovery.recover()
-        first = not runtime.backward.underway and runtime.begin_backward()
+            runtime.recover()
+        if not runtime.backward.underway:
+            runtime.begin_backward()
         runtime.backward.units[record.number] = self
         for listener in runtime.listeners:
             listener.before_backward(call)
-        stale = record.residency is not Residency.SHARDED and not call.copied and self.stale_in_backward(first=first)
+        stale = record.residency is not Residency.SHARDED and not call.copied and self.stale_in_backward()
         collects = call.copied or runtime.backward.collects or self._collects()
         if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
             with torch.no_grad():
@@ -305,14 +324,7 @@ class Unit:
         for parameter in self.parameters:
             full = parameter.unsharded
             if full is not None and full.requires_grad and _LATE not in full.__dict__:
-                full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(LateGradHook(self))
-
-    def late_backward(self) -> None:
-        """Enter a backward in which a gradient arrived although no hook on an output of the unit ran."""
-        units = self.runtime.backward.units
-        if not self.undone and self.number not in units:
-            self.runtime.begin_backward()
-            units[self.number] = self
+                full.__dict__[_LATE] = full.register_post_accumulate_grad_hook(partial(late_gradient, weakref.ref(self)))
 
     # --- the parameters on its modules ---
 
@@ -362,27 +374,13 @@ class Unit:
 
     @property
     def stale(self) -> bool:
-        """True if the shards were written since they were all-gathered."""
-        for group in self.groups:
-            if group.stale:
-                return True
-        return False
+        """True if there are unsharded parameters, and the shards were written since they were all-gathered."""
+        return self.residency is not Residency.SHARDED and any(group.stale for group in self.groups)
 
-    @property
-    def stale_now(self) -> bool:
-        """True if there are unsharded parameters, and they are stale."""
-        return self.record.residency is not Residency.SHARDED and self.stale
-
-    def stale_in_backward(self, *, first: bool) -> bool:
-        """Return True if the unsharded parameters are stale. Those prefetched in this backward cannot be: its graph reads them.
-
-        first: True at the first event of a backward.
-        """
-        record = self.record
-        if record.residency is Residency.SHARDED:
-            return False
-        prefetched = record.residency is Residency.GATHERING and not first
-        return not (prefetched and self.runtime.scheduler.is_prefetched_in_this_phase(record.number)) and self.stale
+    def stale_in_backward(self) -> bool:
+        """Return True if the unsharded parameters are stale. What this backward prefetched is not, or its graph would be."""
+        scheduler = self.runtime.scheduler
+        return scheduler.prefetched.get(self.record.number) != scheduler.phase and self.stale
 
     def invalidate_unsharded(self) -> None:
         """Drop the unsharded parameters, before the groups are built again."""
@@ -424,7 +422,6 @@ class Unit:
             )
         if not fits:
             self.check_delivered(doing="a change of dtype or device")
-        if not fits:
             self.invalidate_unsharded()
             self.rebuild_groups(values, unwritten)
             return
@@ -454,17 +451,19 @@ class Unit:
 
     def enter_resident(self) -> None:
         """Keep the unit unsharded through forwards and backwards, until `leave_resident` is called as often as this."""
-        if self.record.enter_resident():
+        self.record.resident_blocks += 1
+        if self.record.resident_blocks == 1:
             try:
                 self.check_idle(doing="resident()")
                 self.ensure_unsharded()
             except BaseException:
-                self.record.leave_resident()
+                self.record.resident_blocks = 0
                 raise
 
     def leave_resident(self) -> None:
         """Undo one `enter_resident`."""
-        if self.record.leave_resident():
+        self.record.resident_blocks -= 1
+        if self.record.resident_blocks == 0:
             self.reshard(doing="the end of resident()")
 
     def reshard(self, *, doing: str = "reshard()") -> None:
@@ -508,7 +507,7 @@ class Unit:
             with torch.no_grad():
                 grads = group.take_gradients() or [None] * len(group.parameters)
                 self.runtime.reducer.reduce(self, group, grads)
-        if not self.record.stays_after_backward:
+        if not self.options.stays_after_backward:
             self.reshard()
 
     def finish_reductions(self) -> None:
@@ -521,10 +520,10 @@ class Unit:
 
     def check_idle(self, *, doing: str) -> None:
         """Raise StateError while the unit's forward or backward is running, or inside of full_params()."""
-        self.runtime.recovery.recover()
+        self.runtime.recover()
         refuse_inside_full_params(self, doing=doing)
-        self.runtime.recovery.abort_if_left(self)
-        if self.runtime.scheduler.is_running(self.number):
+        self.runtime.abort_if_left(self)
+        if self.record.running:
             raise StateError(f"{doing} was called inside the forward of unit '{self.name}'. Call it before or after.")
         if self.runtime.scheduler.in_backward(self.number):
             raise StateError(f"{doing} was called inside the backward of unit '{self.name}'. Call it before or after.")
@@ -545,16 +544,12 @@ class Unit:
 
     def prepare_step(self, group: ParamGroup) -> None:
         """Wait for what reads the shards of a group, before an optimizer writes them. Raise StateError if it may not now."""
-        self.runtime.recovery.recover()
+        self.runtime.recover()
         self.runtime.reducer.read_heartbeats()
-        if self.runtime.scheduler.is_running(self.number) and any(_torch.is_in_forward(module) for module in self.modules):
+        if self.record.running and any(_torch.is_in_forward(module) for module in self.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{self.name}'. Call it after backward.")
         group.synchronize_host()
         self.runtime.reducer.check_arrived(self, group)
-
-    def barrier(self, *, doing: str) -> None:
-        """Wait until all ranks are about to begin what follows, before this rank changes anything."""
-        self.agreement(doing).barrier()
 
     def agreement(self, doing: str) -> Agreement:
         """Return an `Agreement` of the ranks for a call on the unit outside of a step."""
@@ -569,8 +564,10 @@ class Unit:
         self._update_record()
 
     def _update_record(self) -> None:
-        self.record.configure(self.options, nbytes=sum(group.unsharded_nbytes for group in self.groups))
-        self.runtime.note_kept(self, self.options.states.keeps_parameters)
+        self.record.options = self.options
+        self.record.nbytes = sum(group.unsharded_nbytes for group in self.groups)
+        kept = self.runtime.kept
+        (kept.add if self.options.states.keeps_parameters else kept.discard)(self)
 
     def check_rebuildable(self, *, doing: str) -> None:
         """Raise StateError inside a forward or backward, or with gradients in flight."""
@@ -642,7 +639,7 @@ class Unit:
                 subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct}"
                 log = self.runtime.communicator.log_of(axis)
                 groups.append(
-                    self.group_class(values[members[0]], axis)(
+                    group_class(values[members[0]], axis)(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,
@@ -664,10 +661,6 @@ class Unit:
             for parameter in group.parameters:
                 parameter.unit, parameter.group, parameter.unit_name = unit, ref, self.unit_name
         self._update_record()
-
-    def group_class(self, shard: Tensor, axis: ShardAxis) -> type[ParamGroup]:
-        """Return the class of the group of a parameter with this shard. Predictions of other engines have one of their own."""
-        return group_class(shard, axis)
 
     def keep_memory(self, keep: bool) -> None:
         """Keep the memory of unsharded parameters when they are freed, or free it from now on."""
@@ -702,10 +695,10 @@ class Unit:
         """
         self.refresh()
         for parameter in self.parameters:
-            self.group_class(parameter.local, parameter.sharding.axis).check_gather(parameter)
+            group_class(parameter.local, parameter.sharding.axis).check_gather(parameter)
         changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]
         if any(changed) or any(
-            self.group_class(p.local, p.sharding.axis) is not type(group) for group in self.groups for p in group.parameters
+            group_class(p.local, p.sharding.axis) is not type(group) for group in self.groups for p in group.parameters
         ):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.gathers_decided = True
@@ -727,33 +720,40 @@ class Unit:
         return any((new.dtype, new.device) != (old.dtype, old.device) for new, old in zip(changed, samples))
 
 
-class LateGradHook:
-    """Hook on an unsharded parameter in the graph of a backward. It runs when a gradient arrives that passed no other hook."""
+def late_gradient(reference: weakref.ref[Unit], _: Tensor) -> None:
+    """Enter the backward of a unit in which a gradient was accumulated although no hook on an output of the unit ran."""
+    unit = reference()
+    if unit is None or unit.undone:
+        return
+    try:
+        unit.runtime.begin_backward()
+        unit.runtime.backward.units[unit.number] = unit
+    except BaseException as failure:
+        unit.runtime.note_interrupt(failure)
+        raise
 
-    __slots__ = ("_unit",)
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
+def is_attached(path: Sequence[tuple[weakref.ref[nn.Module], str]]) -> bool:
+    """Return True if the modules of the unit with this `path` are still at it in the model.
 
-    def __call__(self, _: Tensor) -> None:
-        """Enter the unit's backward, after the gradient was accumulated."""
-        unit = self._unit()
-        if unit is None:
-            return
-        try:
-            unit.late_backward()
-        except BaseException as failure:
-            unit.runtime.recovery.note_interrupt(failure)
-            raise
+    Whether a module is alive may differ between ranks, since one rank may keep a reference to it; its place in the model does
+    not. So the scheduler may depend on this.
+    """
+    child: nn.Module | None = None
+    for ref, name in path:
+        parent = ref()
+        if parent is None or (child is not None and child is not parent):
+            return False
+        child = _torch.children_of(parent).get(name)
+        if child is None:
+            return False
+    if child is None:
+        return True  # the outermost one
+    unit = child.__dict__.get(UNIT)
+    return unit is not None and unit.path is path
 
 
 def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
     """Raise StateError inside of full_params() of the unit."""
     if unit.shows_plain:
         raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}'. Call it before or after the block.")
-
-
-__all__ = [
-    "Unit",
-    "refuse_inside_full_params",
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,22 @@ from typing import Any
 from torch import Tensor
 
 from fullshard.comm.base import Adapter
-from fullshard.core.scheduler import KeepAfterForward
 from fullshard.policies import ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, OffloadPolicy, StateSharding
 
 ReduceHook = Callable[[Tensor], None]
+
+
+class KeepAfterForward(enum.Enum):
+    """Which unsharded parameters stay after a forward with grad.
+
+    After one without grad only those of KEPT units stay, and those that the user keeps with resident().
+    """
+
+    NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
+    ALWAYS = "always"  # reshard_after_forward=False: all unsharded parameters stay
+    OUTERMOST = "outermost"  # reshard_after_forward=None: those of the outermost unit stay
+    PARTLY = "partly"  # reshard_after_forward=int: each smaller group of ranks keeps one copy
+    KEPT = "kept"  # ZERO1 and ZERO2: unsharded parameters stay until the shards are written, also after backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +79,16 @@ class UnitOptions:
     sync: str = "check"
 
     # From the options above.
+    retention: KeepAfterForward = field(init=False)  # `keep_after_forward`, or KEPT where the level keeps parameters
+    stays_after_backward: bool = field(init=False)  # no backward reshards the unit
     ends_step: bool = field(init=False)  # the end of the backward ends the step: `.grad` is set
     reduces: bool = field(init=False)  # the end of the unit's backward reduces its gradients; else they are kept on this rank
     defers: bool = field(init=False)  # it reduces them over shards only, and leaves the rest to a later backward
 
     def __post_init__(self) -> None:
+        kept = self.states.keeps_parameters
+        object.__setattr__(self, "retention", KeepAfterForward.KEPT if kept else self.keep_after_forward)
+        object.__setattr__(self, "stays_after_backward", kept or self.keep_after_backward)
         goes_on = bool(self.ended_by) or not self.last_backward  # the step does not end with this backward
         object.__setattr__(self, "ends_step", not goes_on)
         object.__setattr__(self, "reduces", self.sync_gradients and not (self.states.keeps_gradients and goes_on))
@@ -81,6 +99,3 @@ class UnitOptions:
         """What to do while gradients are not in `.grad` yet, for error texts."""
         end = f"Call {self.ended_by}" if self.ended_by else "Run the last backward of the step"
         return f"{end} first, or call zero_grad()."
-
-
-__all__ = ["UnitOptions"]

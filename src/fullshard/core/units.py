@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from fullshard.core.module_tree import clean_name
-from fullshard.core.unit import Unit
-from fullshard.core.unit_modules import UNIT
+from fullshard.core.unit import UNIT, Unit
 from fullshard.errors import StateError
 
 
@@ -34,7 +34,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 def recovered(unit: Unit) -> Unit:
     """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait."""
     if unit.runtime.communicator.interrupted:
-        unit.runtime.recovery.recover()
+        unit.runtime.recover()
     return unit
 
 
@@ -84,4 +84,6 @@ def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
         if unit is not None and name:
             unit.unit_name.name = clean_name(name) or unit.name
             if runs:
-                unit.place.record_path(module, name)
+                names = name.split(".")
+                parents = [module.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
+                unit.path[:] = zip(map(weakref.ref, parents), names)

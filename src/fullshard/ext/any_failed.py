@@ -89,5 +89,5 @@ def any_failed(mesh: DeviceMesh | None = None, failed: object = False) -> bool:
             log.followers = ()
     if result:
         for runtime in runtimes:
-            runtime.recovery.abort_step()
+            runtime.abort_step()
     return result

@@ -44,7 +44,7 @@ def set_manual_backward_finalization(self: FSDPModule, enabled: bool) -> None:
     """
     manual = check_bool("enabled", enabled)
     for runtime, units in units_by_runtime(self).items():
-        runtime.recovery.recover()
+        runtime.recover()
         for unit in units:
             if bool(unit.options.ended_by) == manual:
                 continue
@@ -160,7 +160,7 @@ def _start(runtime: Runtime, units: Sequence[Unit]) -> _Pending:
     for unit in units:
         _check(unit)
     for unit in units:  # before any collective, since it raises if the user wrote to an unsharded parameter
-        if not (unit.record.stays_after_backward or unit.record.resident_blocks):
+        if not (unit.options.stays_after_backward or unit.record.resident_blocks):
             unit.reshard()
     try:
         with torch.no_grad():

@@ -46,7 +46,7 @@ class Method:
         if unit is None:  # undo() was called since the registration
             return method(*args, **kwargs)
         hooks = ForwardHooks(unit)
-        unit.progress.methods += 1
+        unit.methods += 1
         try:
             changed = hooks.before(module, args, kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
@@ -57,7 +57,7 @@ class Method:
         else:
             return hooks.after(module, args, output)
         finally:
-            unit.progress.methods -= 1
+            unit.methods -= 1
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

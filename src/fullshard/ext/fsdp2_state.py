@@ -44,7 +44,7 @@ class View:
 
 def _id_of_model(unit: Unit, _: None) -> object:
     """Return an object shared by exactly the units of one model. Programs compare its `id`."""
-    root = unit.place.outermost
+    root = unit.outermost
     found = None if root is None else unit_of(root)
     return (found or unit).unit_name
 

@@ -39,7 +39,7 @@ def join(self: FSDPModule) -> Tensor:
     """
     unit = require_unit(self)
     runtime, scheduler = unit.runtime, unit.runtime.scheduler
-    runtime.recovery.recover()
+    runtime.recover()
     order = [(inner, enters) for number, enters in _order_of(unit) if (inner := runtime.unit(number)) is not None]
     _refuse_illegal_join(unit, [inner for inner, _ in order])
     grad = torch.is_grad_enabled()
@@ -51,11 +51,11 @@ def join(self: FSDPModule) -> Tensor:
     try:
         last = _run(unit, order, grad=grad, has_graph=has_graph, alone=alone)
     except BaseException as failure:
-        runtime.recovery.note_interrupt(failure)
+        runtime.note_interrupt(failure)
         # A forward around this one ends the calls that have begun. Without one they would stay open, and the next forward would
         # count as inside of them.
         if alone and isinstance(failure, Exception):
-            runtime.recovery.abort_in_progress()
+            runtime.abort_in_progress()
         raise
     runtime.reducer.poll()
     device = runtime.communicator.device
@@ -76,7 +76,7 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
             if not scheduler.running:
                 runtime.begin_outermost_forward(inner, inner.modules[0])
             inner.check_first_use(inner.modules[0])
-            stale = inner.stale_now
+            stale = inner.stale
             inner.uninstall()
             runtime.trace.append((inner.number, True))
             runtime.run(scheduler.before_forward(inner.number, stale=stale))
@@ -85,7 +85,7 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
         runtime.trace.append((inner.number, False))
         runtime.run(ended.actions)
         has_graph = has_graph or any(group.trainable for group in inner.groups)
-        had_graph = inner.progress.output_has_graph
+        had_graph = inner.output_has_graph
         if grad and (has_graph if had_graph is None else had_graph):
             last = _Joined(ended.call, alone)
             _JoinedCalls.of(runtime).add(last)
@@ -94,8 +94,8 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
 
 def _order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
     """Return the units that a forward enters (True) and leaves (False), as in the last one of `unit`, or as registered."""
-    if unit.progress.last_order:
-        return unit.progress.last_order
+    if unit.last_order:
+        return unit.last_order
     found: list[tuple[int, bool]] = []
 
     def walk(module: nn.Module) -> None:
@@ -116,7 +116,7 @@ def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
     """Raise StateError for a unit whose forward cannot be predicted, inside a backward, and inside full_params()."""
     for other in inner:
         refuse_inside_full_params(other, doing="join()")
-        if other.place.is_list:
+        if other.is_list:
             raise StateError(
                 f"join() of unit '{unit.name}' cannot predict unit '{other.name}': fully_shard() was called on a list of "
                 "modules, and how often each of them runs is not known. Call fully_shard() on each module."
@@ -135,13 +135,13 @@ class _Joined(NamedTuple):
 def _begin_backward(runtime: Runtime, joined: _Joined, *_: object) -> None:
     """Begin a backward in which this rank computes nothing, or nothing yet."""
     try:
-        runtime.recovery.recover()
+        runtime.recover()
         runtime.begin_backward()
         calls = _JoinedCalls.of(runtime)
         calls.reached.add(runtime.scheduler.start_of_outermost(joined.call))
         calls.enter(beyond=joined.call.end - 1)  # this call itself, and those that ended after it
     except BaseException as failure:
-        runtime.recovery.note_interrupt(failure)
+        runtime.note_interrupt(failure)
         raise
 
 
@@ -195,14 +195,14 @@ class _JoinedCalls(Listener):
         while self.waiting and self.waiting[-1].call.end > beyond:
             joined = self.waiting.pop()
             call, unit = joined.call, runtime.unit(joined.call.unit)
-            if unit is None or not scheduler.knows(call.unit) or scheduler.start_of_outermost(call) < 0:
+            if unit is None or scheduler.start_of_outermost(call) < 0:
                 scheduler.graph_released(call)
             elif not self._is_reached(joined):
                 later.append(joined)
             else:
                 scheduler.graph_released(call)
                 runtime.backward.units[unit.number] = unit
-                stale = unit.stale_in_backward(first=False)
+                stale = unit.stale_in_backward()
                 with torch.no_grad():
                     runtime.run(scheduler.before_backward(call, stale=stale))
         self.waiting += reversed(later)
@@ -219,10 +219,6 @@ class _JoinedCalls(Listener):
         if not joined.alone:
             return run in reached
         alone = {scheduler.start_of_outermost(other.call) for other in self.waiting if other.alone} | {run}
-        for following in (scheduler.next_outermost, scheduler.previous_outermost):
-            found: int | None = run
-            while found is not None and found in alone and found not in reached:
-                found = following(found)
-            if found is not None:
-                return found in reached
-        return False
+        starts = sorted(scheduler.outermost_starts)
+        neighbors = (*(start for start in starts if start >= run), *(start for start in reversed(starts) if start <= run))
+        return next((start for start in neighbors if start not in alone or start in reached), None) in reached

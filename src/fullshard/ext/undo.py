@@ -53,7 +53,7 @@ def undo(module: M) -> M:
             raise StateError(f"undo() was called inside resident() of unit '{unit.name}'. Call it after the block.")
     # Barrier: no rank changes anything before all ranks are here, so that a diverged rank leaves all of them intact.
     for unit in units[:1]:
-        unit.barrier(doing="undo()")
+        unit.agreement("undo()").barrier()
     for unit in units:
         agreement = unit.agreement("undo()")
         unit.reshard(doing="undo()")

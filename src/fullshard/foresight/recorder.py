@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import Action, Lane, Message, StartedWork, Unit, Wait, Work, units_of
+from fullshard.core import Lane, Message, Move, StartedWork, Unit, Work, units_of
 from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
 from fullshard.foresight.recorded import Mark, RankSummary, Record, Recorded, RecordedCollective, RecordedStep
@@ -49,12 +49,12 @@ class _Recorder:
 
     # --- events of the run ---
 
-    def around(self, action: Action, unit: Unit, run: Callable[[], None]) -> None:
+    def around(self, move: Move, unit: Unit, run: Callable[[], None]) -> None:
         """Run an action of a unit, and attribute its collectives and waits to that unit."""
         # Several optimizers may step one after another, so only the next action ends the step.
         if self._ended is not None:
             self._end_step()
-        if self._async_device is not None and type(action) is Wait and unit.name not in self._current.levels:
+        if self._async_device is not None and move is Move.WAIT and unit.name not in self._current.levels:
             self._current.levels[unit.name] = torch.accelerator.memory_allocated(self._async_device)
         # Collectives outside of actions belong to no unit, "".
         before, self._unit = self._unit, unit.name

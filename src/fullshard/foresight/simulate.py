@@ -14,18 +14,13 @@ from fullshard.core import (
     Action,
     DirectRule,
     ForwardCall,
-    ForwardProgress,
     InFlight,
     Message,
-    Reduce,
-    Reshard,
-    SaveSubgroupShard,
+    Move,
     Scheduler,
     StartedWork,
     UnitOptions,
     UnitRecord,
-    Unshard,
-    Wait,
     has_few_rows,
     message_length,
 )
@@ -166,9 +161,8 @@ class _Unit:
     """One unit of the plan."""
 
     name: str
-    modules: dict[str, object]  # by qualified name; plain objects stand for the modules
+    modules: dict[str, int]  # qualified name -> index
     record: UnitRecord  # in the scheduler
-    progress: ForwardProgress = field(default_factory=ForwardProgress)
     groups: list[SimulatedGroup] = field(default_factory=list)
     gathering: list[tuple[SimulatedGroup, RecordedWork]] = field(default_factory=list)  # all-gathers in flight
     arrived: dict[str, int] = field(default_factory=dict)  # by parameter: block of its unsharded gradient
@@ -220,12 +214,12 @@ class _Simulator:
 
     def _add_unit(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
         setting, options = self.setting, options_of(planned, self.setting)
-        modules: dict[str, object] = {name: object() for name in planned.modules}
+        modules = {name: index for index, name in enumerate(planned.modules)}
         unit = _Unit(planned.name, modules, self.scheduler.register(number, options))
         for group in group_plans(planned.name, entries, options, setting):
             group_class = Fsdp2Group if self._as_fsdp2 else SimulatedGroup
             unit.groups.append(group_class(group, self.ledger, self.program))
-        unit.record.configure(options, nbytes=sum(group.plan.unsharded_nbytes for group in unit.groups))
+        unit.record.nbytes = sum(group.plan.unsharded_nbytes for group in unit.groups)
         self._units[number] = unit
         self._unit_of_module |= dict.fromkeys(planned.modules, unit)
         self._unit_of_parameter |= {entry.name: unit for entry in entries}
@@ -306,33 +300,27 @@ class _Simulator:
                 running[-1] = unit.name  # replaced, not appended: backward has no event at the end of a unit
                 self._enter(running[-1], "backward")
 
-    def _enter_forward(self, unit: _Unit, module: object, in_backward: bool) -> None:
+    def _enter_forward(self, unit: _Unit, module: int, in_backward: bool) -> None:
         """Unshard a unit before its forward or its recomputation, and prefetch."""
         number, scheduler = unit.record.number, self.scheduler
         if in_backward:
             self._execute(scheduler.before_recompute(number))
-        elif not (unit.is_list and scheduler.is_running(number)):
+        elif unit.is_list and unit.record.running:
+            scheduler.continue_forward(number, module)
+        else:
             if not scheduler.running:
                 self._execute(scheduler.drop_stale(number for number, unit in self._units.items() if unit.stale))
-            self._execute(scheduler.before_forward(number))
-            if unit.is_list:
-                unit.progress.begin_list(unit.modules.values())
-        unit.progress.begin(module, scheduler.clock, 0)
+            parts = (module, *unit.modules.values()) if unit.is_list else ()
+            self._execute(scheduler.before_forward(number, parts=parts))
 
-    def _leave_forward(self, unit: _Unit, module: object, grad: bool, in_backward: bool) -> ForwardCall:
+    def _leave_forward(self, unit: _Unit, module: int, grad: bool, in_backward: bool) -> ForwardCall:
         """End a unit's forward or recomputation, and reshard the unit if the scheduler decides so."""
-        number, progress = unit.record.number, unit.progress
+        number = unit.record.number
         if in_backward:
-            progress.end(module)
             return self.scheduler.after_recompute(number, grad=grad)
-        if unit.is_list:
-            # As `Unit.post_forward`: the forward of a unit of several modules goes on until its last module ends, unless
-            # no unit is around it.
-            done = progress.is_list_done(module) and not progress.runs_around(module)
-            if not done and self.scheduler.outermost() != number:
-                progress.end(module)
-                return self.scheduler.partial_end(number)
-        ended = self.scheduler.after_forward(number, grad=grad, since=progress.end(module).clock)
+        ended = self.scheduler.after_forward(number, grad=grad, part=module if unit.is_list else None)
+        if unit.is_list and unit.record.running:  # other modules follow
+            return ended.call
         self._execute(ended.actions)
         self._poll()
         return ended.call
@@ -405,22 +393,22 @@ class _Simulator:
     # --- actions ---
 
     def _execute(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            unit = self._units[action.unit]
-            match action:
-                case Unshard():
+        for move, number in actions:
+            unit = self._units[number]
+            match move:
+                case Move.UNSHARD:
                     # FSDP2 prefetches in backward only.
                     if not (self._as_fsdp2 and self.program.places[-1].phase == "forward"):
                         self._gather(unit)
-                case Wait():
+                case Move.WAIT:
                     self._wait(unit)
-                case SaveSubgroupShard():
+                case Move.SAVE_SUBGROUP_SHARD:
                     for group in unit.groups:
                         group.save_subgroup_shard()
-                case Reshard():
+                case Move.RESHARD:
                     for group in unit.groups:
                         group.free()
-                case Reduce():
+                case Move.REDUCE:
                     self._reduce(unit)
 
     def _gather(self, unit: _Unit) -> None:

@@ -14,9 +14,9 @@ from fullshard import _torch
 from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
-from fullshard.core.scheduler import KeepAfterForward
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
+from fullshard.core.unit_options import KeepAfterForward
 from fullshard.core.units import own_modules, recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, check_bool, check_int, warn_once
 from fullshard.policies import StateSharding
@@ -45,7 +45,7 @@ class UnshardHandle:
         """
         unit = self._unit
         if unit is not None:
-            if not unit.runtime.scheduler.knows(unit.number):
+            if unit.undone:
                 raise StateError(
                     f"Unit '{unit.name}' was undone before wait() of its unshard(). Unshard it again, or drop wait()."
                 )
@@ -276,7 +276,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         Raises:
             StateError: while gradients are reduced, but not in `.grad` yet.
         """
-        require_unit(self).check_delivered(doing="set_force_sum_reduction_for_comms()")  # sums in flight are scaled as before
+        unit = require_unit(self)
+        # Sums in flight are scaled as before.
+        unit.runtime.reducer.check_delivered(unit, doing="set_force_sum_reduction_for_comms()")
         configure_reductions(self, False, force_sum=check_bool("enable", enable))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -360,9 +362,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         of their handle then raises StateError.
         """
         for unit in units_of(self, True):
-            recovery = unit.runtime.recovery
-            recovery.recover()
-            recovery.abort_if_left(unit)
+            unit.runtime.recover()
+            unit.runtime.abort_if_left(unit)
             unit.runtime.reducer.discard(unit)
             for parameter in unit.parameters:
                 parameter.sharded.grad = None
@@ -485,7 +486,7 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
                     f"Unit '{below.name}' cannot change dtype or device between its forward and its backward. Run the backward "
                     "first, or delete the outputs of the forward, such as the loss."
                 )
-            below.check_delivered(doing="a change of dtype or device")
+            below.runtime.reducer.check_delivered(below, doing="a change of dtype or device")
     unit.ensure_sharded(doing="moving or casting")
     allocates = _torch.allocates(fn)
     unwritten = {id(parameter) for parameter in unit.parameters if allocates and parameter.local.device.type == "meta"}
@@ -550,7 +551,7 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
 def _meet(units: Sequence[Unit], doing: str) -> None:
     """Wait for all ranks of these units before `doing` creates process groups, which all of them must do. Collective."""
     for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
-        unit.barrier(doing=doing)
+        unit.agreement(doing).barrier()
 
 
 def _configure(module: Any, recurse: bool, **changes: object) -> None:

@@ -601,7 +601,7 @@ class FullyShardedDataParallel(nn.Module):
             if wrapper._has_comm_hook:
                 raise ValueError("register_comm_hook() was called before. A hook cannot be replaced.")
             unit.check_idle(doing="register_comm_hook()")
-            unit.check_delivered(doing="register_comm_hook()")
+            unit.runtime.reducer.check_delivered(unit, doing="register_comm_hook()")
         for wrapper, unit in wrappers:
             # The hook itself averages, so the unit must not divide by the number of ranks as well. The hook replaces the
             # reduce-scatter, in which scalars have no part; under NO_SHARD it replaces the all-reduce, which they have.

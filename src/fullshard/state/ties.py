@@ -59,7 +59,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
         parameter = known[0]
         ties.refs.append((ref, parameter))
         owner.ensure_sharded(doing="fully_shard() of a module that shares a parameter with it")
-        owner.check_delivered(doing="fully_shard() of a module that shares a parameter with it")
+        owner.runtime.reducer.check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))
