@@ -128,7 +128,7 @@ def pair(world: World, kind: type[nn.Module], made: Callable[[Any], optim.Optimi
 @contextmanager
 def as_before() -> Iterator[None]:
     """What optimizers saw without the mend."""
-    alike = mock.patch.object(local_view, "placeholder", lambda empty: empty)
+    alike = mock.patch.object(local_view, "nonempty", lambda tensor: tensor)
     with alike, mock.patch.object(empty_shards.StepOrder, "enter", lambda *_, **__: None):
         yield
 

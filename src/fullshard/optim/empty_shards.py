@@ -21,15 +21,17 @@ from fullshard.core import ParamSharding, ShardedParameter
 from fullshard.optim.pieces import is_same
 
 
-def placeholder(empty: Tensor) -> Tensor:
-    """Return zeros to replace an empty tensor, with its dtype, device and number of dims.
+def nonempty(tensor: Tensor) -> Tensor:
+    """Return a tensor, or zeros in the place of an empty one, with its dtype, device and number of dims.
 
     Empty tensors cannot be left out: the optimizer must create their states and count their steps, or the ranks would save
     different states. They cannot be moved to the front either: a kernel takes a few dozen tensors at a time, but counts them
     only when it comes to one with elements, so it overflows if there are many empty ones in a row.
     """
+    if tensor.numel():
+        return tensor
     length = 17  # an unusual number, so that optimizer states of a few elements are not mistaken for full states
-    return torch.zeros((length, *[1] * (empty.ndim - 1)), dtype=empty.dtype, device=empty.device)
+    return torch.zeros((length, *[1] * (tensor.ndim - 1)), dtype=tensor.dtype, device=tensor.device)
 
 
 def is_foreign(optimizer: Optimizer) -> bool:
@@ -48,7 +50,7 @@ class StepOrder:
 
     The order must be equal on all ranks, since operations on DTensors may run collectives. So it depends only on the shapes
     and on the set of parameters with gradients, and no parameter is left out. Empty ones are not moved to the front, for the
-    reason in `placeholder`.
+    reason in `nonempty`.
 
     torch runs no hook after a step that raised, which leaves the order in place. `leave` is called again before the next step,
     and before a state dict is saved or loaded.

@@ -17,7 +17,7 @@ from fullshard import _torch
 from fullshard.core import ShardedParameter, logical_parameters, user_attributes
 from fullshard.errors import StateError, warn_once
 from fullshard.optim.copies import agreement_of_all, find_difference
-from fullshard.optim.empty_shards import placeholder
+from fullshard.optim.empty_shards import nonempty
 from fullshard.optim.local_steps import is_element_wise
 from fullshard.optim.pieces import is_same, placement_error
 from fullshard.optim.step_wrapper import BeforeStep, view_of, wrap_step
@@ -206,7 +206,7 @@ class _LocalView:
             listed[:] = plain_ones
 
     def leave(self, optimizer: Optimizer) -> None:
-        """Restore the sharded parameters, and convert states with the shape of the shard (or its placeholder) to DTensors."""
+        """Restore the sharded parameters, and convert states with the shape of the shard, or of what replaced it, to DTensors."""
         inside, outside = optimizer.state, self._outside_state
         if outside is None:  # `enter` raised
             return
@@ -242,7 +242,7 @@ class _LocalView:
         self._plain_params = []
         for listed in members:
             for parameter in logical_parameters(listed):
-                plain = nn.Parameter(_nonempty(parameter.local.detach()), requires_grad=parameter.requires_grad)
+                plain = nn.Parameter(nonempty(parameter.local.detach()), requires_grad=parameter.requires_grad)
                 if parameter.grad_dtype.explicit:
                     _torch.set_grad_dtype(plain, parameter.grad_dtype.dtype)
                 self._plain_params.append((parameter, parameter.local, plain))
@@ -278,7 +278,7 @@ def _step_alone(
 
 
 def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
-    """Return the local tensor of a DTensor, or a placeholder for an empty one. Return any other value unchanged.
+    """Return the local tensor of a DTensor, or zeros for an empty one (`nonempty`). Return any other value unchanged.
 
     Raises StateError if the placements of the DTensor differ from those of the parameter.
     """
@@ -289,20 +289,15 @@ def _local_of(tensor: Any, parameter: ShardedParameter, what: str) -> Any:
             f"The {what} of parameter '{parameter.name}' is {unlike}. redistribute() it, or use this optimizer without "
             "fullshard.local_view()."
         )
-    return _nonempty(_torch.local_tensor(tensor))
-
-
-def _nonempty(local: Tensor) -> Tensor:
-    """Return the tensor, or the placeholder of an empty one, for the optimizer to compute with."""
-    return local if local.numel() else placeholder(local)
+    return nonempty(_torch.local_tensor(tensor))
 
 
 def _to_dtensor(value: Any, parameter: ShardedParameter) -> Any:
-    """Return a state as a DTensor if it has the shape of the shard or of its placeholder. Return other states unchanged."""
+    """Return a state as a DTensor if it has the shape of the shard, or of what replaced it. Return other states unchanged."""
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim:
         local = parameter.local
         if local.numel():
             return parameter.dtensor_like_shard(value) if value.shape == local.shape else value
-        if value.shape == _nonempty(local).shape:
+        if value.shape == nonempty(local).shape:
             return parameter.dtensor_like_shard(torch.empty(local.shape, dtype=value.dtype, device=value.device))
     return value
