@@ -25,7 +25,6 @@ from fullshard.core import (
     message_length,
 )
 from fullshard.errors import check_int
-from fullshard.ext.two_hops import in_two_hops
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
@@ -525,6 +524,8 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
     direct = DirectRule.of(direct_min_bytes, default)
     layout, over_replicas, scatter = group.layout(ranks * outer, direct, dims=setting.dims, outer=outer), None, None
     if two_hops:
+        from fullshard.ext.two_hops import in_two_hops  # here, so that fullshard can be imported without that file
+
         over_replicas, layout = in_two_hops(layout, ranks, outer, rank=0)
         # `as_is`: the sum over shards has the reduce dtype already.
         scatter = over_replicas.reduction(as_is=True, in_order=not setting.gloo, itemsize=dtypes.reduce.itemsize)
