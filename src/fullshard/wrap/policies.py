@@ -1,4 +1,7 @@
-"""FSDP1's wrapping policies, which decide module by module what becomes a unit; `enable_wrap` and `wrap`."""
+"""FSDP1's wrapping policies, which decide module by module what becomes a unit; `enable_wrap` and `wrap`.
+
+The functions that decide by size, by class or by another function are torch's own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from fullshard.core import children_first
 
@@ -34,8 +44,8 @@ class Policy(ABC):
         """
 
 
-class ModuleWrapPolicy(Policy):
-    """Policy that makes every module of the given classes a unit.
+class ModuleWrapPolicy(torch_wrap.ModuleWrapPolicy):
+    """Policy that makes every module of the given classes a unit. It is also a policy function, which `or_policy` accepts.
 
     Args:
         module_classes: a module class, or several; subclasses count.
@@ -52,37 +62,12 @@ class ModuleWrapPolicy(Policy):
     """
 
     def __init__(self, module_classes: Classes | type[nn.Module]) -> None:
-        self._classes = checked_classes(module_classes, "ModuleWrapPolicy")
-
-    def choose(self, model: nn.Module, ignored_modules: Collection[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-        """Choose the modules of the given classes.
-
-        Args:
-            model: the model to be sharded.
-            ignored_modules: modules that are not chosen.
-
-        Returns:
-            The modules, with empty options.
-        """
-        ignored = set(ignored_modules)
-        return {module: {} for module in model.modules() if isinstance(module, self._classes) and module not in ignored}
-
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Decide as a policy function, so that `or_policy` accepts the policy.
-
-        Args:
-            module: the module in question.
-            recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
-            args: ignored; policy functions are called with more arguments.
-            kwargs: ignored.
-
-        Returns:
-            True if `recurse` is True or `module` has one of the classes.
-        """
-        return recurse or isinstance(module, self._classes)
+        classes = checked_classes(module_classes, "ModuleWrapPolicy")
+        super().__init__(classes)
+        self._text = f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in classes)})"
 
     def __repr__(self) -> str:
-        return f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in self._classes)})"
+        return self._text
 
 
 class CustomPolicy(Policy):
@@ -128,105 +113,6 @@ class CustomPolicy(Policy):
             if answer:
                 chosen[module] = dict(answer) if isinstance(answer, dict) else {}
         return chosen
-
-
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Return True for every module. Modules without parameters become no units.
-
-    Args:
-        args: ignored; policy functions are called with arguments.
-        kwargs: ignored.
-
-    Returns:
-        True.
-
-    Source: `torch.distributed.fsdp.wrap.always_wrap_policy`.
-    """
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
-) -> bool:
-    """Choose each module if `lambda_fn(module)` is true.
-
-    Args:
-        module: the module in question.
-        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
-        nonwrapped_numel: elements at or below `module` that are in no unit; ignored.
-        lambda_fn: returns True for modules to choose; set it by `functools.partial`.
-
-    Returns:
-        True if `recurse` is True or `module` is a unit.
-
-    Example:
-        >>> from functools import partial
-        >>> policy = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: hasattr(module, "attention"))
-
-    Source: `torch.distributed.fsdp.wrap.lambda_auto_wrap_policy`.
-    """
-    return recurse or bool(lambda_fn(module))
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[nn.Module]]
-) -> bool:
-    """Choose the modules of the classes `transformer_layer_cls`.
-
-    Args:
-        module: the module in question.
-        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
-        nonwrapped_numel: elements at or below `module` that are in no unit; ignored.
-        transformer_layer_cls: module classes; set them by `functools.partial`.
-
-    Returns:
-        True if `recurse` is True or `module` is a unit.
-
-    Example:
-        >>> from functools import partial
-        >>> policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
-
-    Source: `torch.distributed.fsdp.wrap.transformer_auto_wrap_policy`.
-    """
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = 100_000_000,
-    force_leaf_modules: Collection[type[nn.Module]] | None = None,
-    exclude_wrap_modules: Collection[type[nn.Module]] | None = None,
-) -> bool:
-    """Choose each module with at least `min_num_params` elements outside of the units below it.
-
-    Args:
-        module: the module in question.
-        recurse: True to decide about entering the submodules, False to decide whether `module` is a unit.
-        nonwrapped_numel: elements at or below `module` that are in no unit.
-        min_num_params: minimum number of elements of a unit.
-        force_leaf_modules: classes that are not entered; None is `size_based_auto_wrap_policy.FORCE_LEAF_MODULES`.
-        exclude_wrap_modules: classes that never become units; None is
-            `size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES`.
-
-    Returns:
-        True to enter the submodules (`recurse`), or True if `module` is a unit.
-
-    Example:
-        >>> from functools import partial
-        >>> policy = partial(size_based_auto_wrap_policy, min_num_params=1_000_000)
-
-    Source: `torch.distributed.fsdp.wrap.size_based_auto_wrap_policy`.
-    """
-    leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules  # type: ignore[attr-defined]
-    never = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules  # type: ignore[attr-defined]
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(leaves if recurse else never))
-
-
-# Attributes of the function, as in torch: scripts read and extend them there.
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 
 
 def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
@@ -299,3 +185,19 @@ def checked_classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ValueError(f"{what} expected classes of modules, got {cls!r}.")
     return tuple(dict.fromkeys(listed))
+
+
+__all__ = [
+    "Classes",
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "Policy",
+    "always_wrap_policy",
+    "checked_classes",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "or_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
