@@ -15,9 +15,19 @@ from collections.abc import Mapping, Sequence
 
 import record
 
-from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, UnitName
+from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, UnitName
 from fullshard.checks.store import StateStore
 from fullshard.checks.watchdog import Watchdog
+
+
+def log_call(line: GroupFingerprints, action: str) -> LoggedCall:
+    """Log an action of one parameter group as the next call."""
+    entry = LoggedCall()
+    entry.log, entry.fingerprint = line.log, line[action]
+    entry.log.append(entry.fingerprint)
+    entry.number = entry.log.count
+    return entry
+
 
 TICK = 0.1  # seconds
 HEAD = 8  # bytes of overhead per key or value
@@ -80,7 +90,7 @@ class Job:
             watch.add(ledger, start=False)
         for _ in range(5):
             for line in self.lines:
-                line.log_call("forward gather")
+                log_call(line, "forward gather")
         self.run(2.0 + 1.2 * ranks / 2000)  # until all ranks have published a state
         self.store.requests.clear()
         self.store.bytes.clear()
@@ -94,7 +104,7 @@ class Job:
         for rank, line in enumerate(self.lines):
             action = actions.get(rank, "forward gather")
             if action:
-                self.waiters[rank].enter(line.log_call(action))
+                self.waiters[rank].call = log_call(line, action)
 
     def run(self, seconds: float, *, until_verdict: bool = False) -> float | None:
         """Advance the clock. With `until_verdict`, stop at the first verdict and return the seconds until then, else None."""

@@ -37,6 +37,15 @@ from fullshard.checks.watchdog import Watchdog
 from fullshard.core import units_of
 
 
+def log_call(line: GroupFingerprints, action: str) -> LoggedCall:
+    """Log an action of one parameter group as the next call."""
+    entry = LoggedCall()
+    entry.log, entry.fingerprint = line.log, line[action]
+    entry.log.append(entry.fingerprint)
+    entry.number = entry.log.count
+    return entry
+
+
 def begun(rank: Rank) -> nn.Module:
     """A sharded model that has trained one step."""
     rank.begin()
@@ -151,15 +160,15 @@ def test_who_waits_anew_is_told_where_the_others_are_by_now() -> None:
     """The others had heard of the first wait, and attended to something else when the second began."""
     job = Job(2)
     waiter = job.watches[0].new_wait_state()
-    entry = job.lines[0].log_call("gather")
-    job.lines[1].log_call("gather")
-    before = waiter.enter(entry)
+    entry = log_call(job.lines[0], "gather")
+    log_call(job.lines[1], "gather")
+    before, waiter.call = waiter.call, entry
     job.run(11)
     assert job.said(0) == "rank 1: computing or elsewhere, after collective 1, gather"
-    waiter.leave(before)
+    waiter.call = before
     job.run(20)
-    job.lines[1].log_call("reduction")
-    waiter.enter(entry)
+    log_call(job.lines[1], "reduction")
+    waiter.call = entry
     job.run(3)
     assert job.said(0) == "rank 1: computing or elsewhere, after collective 2, reduction"
     job.run(15, dead=[1])
@@ -184,7 +193,7 @@ def test_while_nobody_waits_one_key_is_read_once_a_second() -> None:
     job = Job(3)
     job.run(2)
     for line in job.lines:
-        line.log_call("gather")
+        log_call(line, "gather")
     counted = Counted(job.store)
     for board in job.boards:
         board._store = counted
@@ -201,12 +210,12 @@ def test_many_ranks_read_that_key_less_often() -> None:
 def test_a_record_that_cannot_be_read_is_skipped() -> None:
     job = Job(3)
     waiter = job.watches[0].new_wait_state()
-    entries = [line.log_call("gather") for line in job.lines]
-    waiter.enter(entries[0])
+    entries = [log_call(line, "gather") for line in job.lines]
+    waiter.call = entries[0]
     job.run(2)
     key = job.ledgers[0].key
-    job.lines[2].log_call("reduction")  # rank 1 says something else, which is found whatever rank 2 has in the store
-    job.lines[1].log_call("heartbeat")
+    log_call(job.lines[2], "reduction")  # rank 1 says something else, which is found whatever rank 2 has in the store
+    log_call(job.lines[1], "heartbeat")
     for name in (f"{key}/2", f"{key}/2/calls", f"notice/{job.store.add('notices', 1)}"):
         job.store.set(name, b"\xff no json")
     job.run(1, dead=[1, 2])
@@ -218,21 +227,21 @@ def test_a_record_that_cannot_be_read_is_skipped() -> None:
 def test_a_rank_that_left_by_an_exception_is_named_unless_it_goes_on() -> None:
     job = Job(3)
     waiters = [watch.new_wait_state() for watch in job.watches]
-    entries = [line.log_call("gather") for line in job.lines]
+    entries = [log_call(line, "gather") for line in job.lines]
     job.ledgers[1].note_exception("'blocks.1' forward", "RuntimeError: bad batch")
     job.run(4)
     for rank in (0, 2):
-        waiters[rank].enter(entries[rank])
+        waiters[rank].call = entries[rank]
     job.run(4)
     assert job.ledgers[0].desync_error is None, "they wait for what it said already"
-    job.lines[1].log_call("gather")
+    log_call(job.lines[1], "gather")
     for rank in (0, 2):
-        waiters[rank].enter(job.lines[rank].log_call("gather"))
+        waiters[rank].call = log_call(job.lines[rank], "gather")
     job.run(4)
     assert job.ledgers[0].desync_error is None, "it went on"
     job.ledgers[1].note_exception("'blocks.1' forward", "RuntimeError: bad batch")
     for rank in (0, 2):
-        waiters[rank].enter(job.lines[rank].log_call("gather"))
+        waiters[rank].call = log_call(job.lines[rank], "gather")
     job.run(4)
     text = "rank 1 raised RuntimeError: bad batch in 'blocks.1' forward, while rank "
     assert all(str(ledger.desync_error).startswith(text) for ledger in job.ledgers)
@@ -246,7 +255,7 @@ def test_others_are_asked_once_for_all_that_fails(monkeypatch: pytest.MonkeyPatc
     watch._clock = lambda: next(ticks)
     monkeypatch.setattr(watch, "_ended", types.SimpleNamespace(wait=lambda seconds: False))
     for asked in (1, 2):
-        line.log_call("gather")
+        log_call(line, "gather")
         assert [watch.describe_peers(ledger) for _ in range(3)] == ["rank 1: does not answer"] * 3
         assert job.store.add("notices", 0) == asked
 
@@ -293,7 +302,7 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
             asked.roll_block()
         else:
             said += 1
-            assert [line.log_call(action).number for line in lines] == [said, said]
+            assert [log_call(line, action).number for line in lines] == [said, said]
             hashes[said] = other.recent_calls()[-1][1]
     assert asked.recent_calls() == other.recent_calls() == other.recent_calls()[-64:]
     assert [number for number, _, _ in asked.recent_calls()] == list(range(max(0, said - 64) + 1, said + 1))
@@ -304,13 +313,13 @@ def test_what_is_said_and_hashed_does_not_depend_on_when_somebody_asks(program: 
 def test_a_ledger_that_is_closed_says_nothing_more() -> None:
     ledger, follower = CollectiveLog("all", [0, 1], 0), CollectiveLog("votes", [0, 1], 0)
     line = GroupFingerprints(ledger, UnitName("layers.0"), "")
-    assert str(line.log_call("gather")) == "collective 1, gather of 'layers.0'"
+    assert str(log_call(line, "gather")) == "collective 1, gather of 'layers.0'"
     before, ledger.followers = ledger.hash, (follower,)
     ledger.close("they parted")
     ledger.close("once more")
     for _ in range(2):
         with pytest.raises(StateError, match="they parted"):
-            line.log_call("gather")
+            log_call(line, "gather")
         ledger.roll_block()
     assert ledger.count == 1 and ledger.hash == before
     assert follower.desync_error == "they parted"
@@ -332,7 +341,7 @@ def test_an_interrupt_while_a_forward_hook_turns_a_page_blocks_nobody() -> None:
         ledger, lines = CollectiveLog("all", [0, 1], 0), list[int]()
         line = GroupFingerprints(ledger, UnitName(""), "")
         for _ in range(20):
-            line.log_call("gather")
+            log_call(line, "gather")
         sys.settrace(interrupt)
         try:
             ledger.roll_block()
@@ -343,7 +352,7 @@ def test_an_interrupt_while_a_forward_hook_turns_a_page_blocks_nobody() -> None:
         ledger.roll_block()
         ledger.close("they parted")
         with pytest.raises(StateError, match="they parted"):
-            line.log_call("gather")
+            log_call(line, "gather")
         if len(lines) < at:
             break
     assert at > 5
@@ -436,9 +445,9 @@ def test_groups_of_a_closed_log_are_aborted_once_and_only_where_somebody_waits()
     for rank, ledger in enumerate(job.ledgers):
         ledger.abort = partial(aborted.append, rank)
     waiter = job.watches[1].new_wait_state()
-    entries = [line.log_call("gather") for line in job.lines]
+    entries = [log_call(line, "gather") for line in job.lines]
     job.watches[0]._post_verdict(job.ledgers[0], "diverged")
-    waiter.enter(entries[1])
+    waiter.call = entries[1]
     job.run(5)
     assert aborted == [1] and all("diverged. The process groups" in str(ledger.desync_error) for ledger in job.ledgers)
 
@@ -447,8 +456,8 @@ def test_a_rank_0_that_takes_the_store_along_is_named_without_a_request(monkeypa
     monkeypatch.setattr(StateStore, "is_served_by_first_rank", property(lambda board: True))
     job = Job(3)
     waiter = job.watches[1].new_wait_state()
-    entries = [line.log_call("gather") for line in job.lines[1:]]
-    waiter.enter(entries[0])
+    entries = [log_call(line, "gather") for line in job.lines[1:]]
+    waiter.call = entries[0]
     ended = threading.Thread(target=job.watches[0].end)
     ended.start()
     while ended.is_alive():

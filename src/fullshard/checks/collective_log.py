@@ -86,10 +86,10 @@ class _Block(NamedTuple):
     hasher: Any  # hashlib hasher of the calls before this block; it is copied, never updated
     fingerprints: list[Fingerprint]  # of the calls of this block
 
-    def hashed(self) -> Any:
-        """Return the hasher of all calls up to the last one of the block."""
+    def hashed(self, fingerprints: Sequence[Fingerprint]) -> Any:
+        """Return the hasher of the calls before this block and `fingerprints`, the first calls of it."""
         hasher = self.hasher.copy()
-        hasher.update(b"".join(self.fingerprints))
+        hasher.update(b"".join(fingerprints))
         return hasher
 
 
@@ -199,9 +199,7 @@ class CollectiveLog:
         """Return the number of the last call and the hash of all calls. Any thread may call this."""
         block = self._blocks[-1]
         fingerprints = list(block.fingerprints)
-        hasher = block.hasher.copy()
-        hasher.update(b"".join(fingerprints))
-        return block.before + len(fingerprints), _number(hasher)
+        return block.before + len(fingerprints), _number(block.hashed(fingerprints))
 
     def note_exception(self, place: str, failure: str | None = None) -> None:
         """Note that an exception ended the current step of this rank. The note is published until the next call is logged.
@@ -223,7 +221,7 @@ class CollectiveLog:
     def roll_block(self) -> None:
         """Begin a new block if the last one is full. Call this only on the thread that also appends."""
         if len(self.fingerprints) >= _BLOCK_SIZE:
-            self._add_block(_Block(self.count, self._blocks[-1].hashed(), []), self._blocks)
+            self._add_block(_Block(self.count, self._blocks[-1].hashed(self.fingerprints), []), self._blocks)
 
     def _add_block(self, block: _Block, earlier: tuple[_Block, ...]) -> None:
         while len(earlier) > 1 and block.before - earlier[1].before >= _RECENT:
@@ -246,8 +244,7 @@ class CollectiveLog:
         found: list[tuple[int, int, str]] = []
         for block, fingerprints in blocks:
             skipped = max(0, first - block.before)
-            hasher = block.hasher.copy()
-            hasher.update(b"".join(fingerprints[:skipped]))
+            hasher = block.hashed(fingerprints[:skipped])
             for number, fingerprint in enumerate(fingerprints[skipped:], block.before + skipped + 1):
                 hasher.update(fingerprint)
                 found.append((number, _number(hasher), str(fingerprint)))
@@ -292,18 +289,6 @@ class GroupFingerprints(dict[str, Fingerprint]):
     def __missing__(self, action: str) -> Fingerprint:
         fingerprint = self[action] = Fingerprint(self._unit_name, action, f"{self._seed} {action}")
         return fingerprint
-
-    def log_call(self, action: str) -> LoggedCall:
-        """Log `action` as the next call.
-
-        Raises:
-            StateError: if the log is closed, e.g. because the ranks diverged.
-        """
-        entry = LoggedCall()
-        entry.log, entry.fingerprint = self.log, self[action]
-        entry.log.append(entry.fingerprint)
-        entry.number = entry.log.count
-        return entry
 
 
 def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:

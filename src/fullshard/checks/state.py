@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from fullshard.checks.collective_log import CollectiveLog, LoggedCall
@@ -34,7 +34,7 @@ class RankState:
 
     def pack(self) -> bytes:
         """Return the record to publish."""
-        return json.dumps(list(asdict(self).values())).encode()
+        return json.dumps(astuple(self)).encode()
 
     @classmethod
     def unpack(cls, record: bytes) -> RankState:
@@ -85,31 +85,16 @@ class WaitState:
         self._seen: tuple[CollectiveLog, int] | None = None  # not the call, which would keep its tensors alive
         self._since = 0.0
 
-    def configure(self, patience: float, timeout: float | None) -> None:
-        """Set patience and timeout, in seconds."""
-        self.patience, self.timeout = patience, timeout
-
-    def enter(self, call: LoggedCall) -> LoggedCall | None:
-        """Begin to wait for `call`, and return the call that the thread waited for before."""
-        before, self.call = self.call, call
-        return before
-
-    def leave(self, before: LoggedCall | None = None) -> None:
-        """End the wait, and restore the previous one if there was one."""
-        self.call = before
-
     def poll_device(self) -> None:
         """Find the oldest call that the device has not completed. Only the watchdog's thread calls this."""
-        newest = self.in_flight[-1] if self.in_flight else None
-        if newest is not self._newest:
-            # Polling takes time from the program's thread (the GIL). So nothing is polled while the host queues calls: if the
-            # device hangs, the host stops soon after it.
-            self._newest, self._stalled = newest, None
-            return
-        while self.in_flight and _is_done(self.in_flight[0]):
-            self.in_flight.popleft()
-        self._stalled = self.in_flight[0] if self.in_flight else None
-        self._newest = self.in_flight[-1] if self.in_flight else None
+        before, self._newest = self._newest, self.in_flight[-1] if self.in_flight else None
+        self._stalled = None
+        # Polling takes time from the program's thread (the GIL). So nothing is polled while the host queues calls: if the
+        # device hangs, the host stops soon after it.
+        if self._newest is before:
+            while self.in_flight and _is_done(self.in_flight[0]):
+                self.in_flight.popleft()
+            self._stalled = self.in_flight[0] if self.in_flight else None
 
     def current(self) -> LoggedCall | None:
         """Return the call that the thread or its device waits for; None if neither waits."""

@@ -359,7 +359,7 @@ class Streams:
     def wait_for_all_streams(self) -> None:
         """Leave the current wait, and order the compute stream and the host behind all other streams."""
         if self.wait_state is not None:
-            self.wait_state.leave()
+            self.wait_state.call = None
         for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
             if stream is not None:
                 stream.run(StartedWork, nothing).wait()

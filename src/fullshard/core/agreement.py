@@ -155,13 +155,13 @@ class Agreement(Ranks):
         if communicator is None or communicator.wait_state is None or last is None:
             return work()
         wait_state = communicator.wait_state
-        before = wait_state.enter(last)
+        before, wait_state.call = wait_state.call, last
         try:
             return work()
         except RuntimeError as failure:
             raise communicator.error_for(failure, last) from failure
         finally:
-            wait_state.leave(before)
+            wait_state.call = before
 
     # --- bytes ---
 

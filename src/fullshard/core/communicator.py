@@ -98,7 +98,7 @@ class Communicator(Streams):
             if watchdog is not None:
                 if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one
                     self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
-                    self.wait_state.configure(*self._limits)
+                    self.wait_state.patience, self.wait_state.timeout = self._limits
                     if self._are_pollable:
                         self._in_flight = self.wait_state.in_flight
                 log.abort = partial(abort_groups, groups, self.device)
@@ -139,7 +139,7 @@ class Communicator(Streams):
         timeouts = [check.timeout for check in checks if check.timeout is not None]
         self._limits = min((check.patience for check in checks), default=1.0), min(timeouts, default=None)
         if self.wait_state is not None:
-            self.wait_state.configure(*self._limits)
+            self.wait_state.patience, self.wait_state.timeout = self._limits
 
     # --- collectives ---
 
