@@ -100,19 +100,15 @@ class StateDictFormat:
         """
         if not isinstance(value, Tensor):
             return value
-        if self.kind is FULL:
-            whole = full_tensor(value) if isinstance(value, DTensor) else value
-            if not keep:
-                return None
-            return whole.detach().to("cpu" if self.to_cpu else whole.device, copy=True)
-        if isinstance(value, DTensor) and not self.rows:
-            local = _torch.local_tensor(value).detach()
-            copied = local.to("cpu" if self.to_cpu else local.device, copy=True)
-            return _torch.dtensor(copied, _torch.spec_of(value))
-        if not self.rows:
-            return value.detach().to("cpu" if self.to_cpu else value.device, copy=True)
-        value = _torch.local_part(value)
-        return value.cpu() if self.to_cpu else value
+        if self.kind is FULL and isinstance(value, DTensor):
+            value = full_tensor(value)
+        if not keep:
+            return None
+        local = _torch.local_part(value)
+        if self.rows:
+            return local.cpu() if self.to_cpu else local
+        copied = local.detach().to("cpu" if self.to_cpu else local.device, copy=True)
+        return _torch.dtensor(copied, _torch.spec_of(value)) if isinstance(value, DTensor) else copied
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------------
@@ -172,7 +168,7 @@ def _compared(state: _State, settings: _Settings, state_format: StateDictFormat)
     """Return the values that must be equal on all ranks: parameters, shapes of their states, and numeric settings."""
     found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": state_format.kind.name}}
     for entry in settings or ():
-        own = {key: _setting_text(value) for key, value in entry.items() if _is_setting(value)}
+        own = {key: text for key, value in entry.items() if (text := _setting_text(value)) is not None}
         for name in entry["params"]:
             found.setdefault(name, {}).update(own)
     for name, values in state.items():
@@ -181,18 +177,14 @@ def _compared(state: _State, settings: _Settings, state_format: StateDictFormat)
     return found
 
 
-def _is_setting(value: Any) -> bool:
-    """Return True if a setting of an optimizer consists of numbers and flags, which can be compared by value."""
+def _setting_text(value: Any) -> str | None:
+    """Return a setting of numbers and flags as text, a tensor by its exact value on any device; None for other settings."""
     if isinstance(value, (tuple, list)):
-        return all(_is_setting(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
-
-
-def _setting_text(value: Any) -> str:
-    """Return a setting as text: a tensor by its exact value, whatever its device."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_setting_text, value))})"
-    return repr(value.item()) if isinstance(value, Tensor) else str(value)
+        texts = [_setting_text(item) for item in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
+    if isinstance(value, Tensor):
+        return None if value.ndim else repr(value.item())
+    return str(value) if value is None or isinstance(value, (bool, int, float)) else None
 
 
 def _kind(value: Any) -> str:

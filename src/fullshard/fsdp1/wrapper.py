@@ -210,7 +210,15 @@ class FullyShardedDataParallel(nn.Module):
             fully_shard(module, **given.options)
         self._fsdp_wrapped_module = module
         self._buffer_dtypes = cast_buffers(module, managed, given)
-        self._store_arguments(given)
+        mixed = given.mixed_precision
+        self._is_root: bool | None = None  # unknown until the first forward: another wrapper may still be put around this one
+        self._strategy, self._cpu_offload = given.strategy, given.cpu_offload or CPUOffload()
+        self._prefetch, self._forward_prefetch = given.backward_prefetch, given.forward_prefetch
+        self._mixed_precision = mixed or MixedPrecision()
+        self._full_precision_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self._in_full_precision, self._has_comm_hook = False, False
+        self._own_dtype: torch.dtype | None = None  # of a module that mixed precision leaves out, which computes in this dtype
+        self._state_dict_settings = _state_dict_settings(StateDictType.FULL_STATE_DICT)
         unit = self._own_unit
         if unit is not None:
             # fully_shard() changes the class of a module. FSDP1 does not: there only the wrapper has the interface.
@@ -220,20 +228,6 @@ class FullyShardedDataParallel(nn.Module):
         self.register_state_dict_post_hook(_state_dict_post_hook)
         self.register_load_state_dict_pre_hook(_load_state_dict_pre_hook)
         self.register_load_state_dict_post_hook(_load_state_dict_post_hook)
-
-    def _store_arguments(self, given: FSDP1Arguments) -> None:
-        """Store the arguments that forward, properties and state dicts read later."""
-        mixed = given.mixed_precision
-        self._is_root: bool | None = None  # unknown until the first forward: another wrapper may still be put around this one
-        self._strategy, self._cpu_offload = given.strategy, given.cpu_offload or CPUOffload()
-        self._prefetch, self._forward_prefetch = given.backward_prefetch, given.forward_prefetch
-        self._mixed_precision = mixed or MixedPrecision()
-        self._full_precision_in_eval = mixed is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        self._in_full_precision, self._has_comm_hook = False, False
-        self._casts_root_inputs = mixed is None or mixed.cast_root_forward_inputs
-        self._casts_inputs = mixed is not None and mixed.cast_forward_inputs
-        self._own_dtype: torch.dtype | None = None  # of a module that mixed precision leaves out, which computes in this dtype
-        self._state_dict_settings = _state_dict_settings(StateDictType.FULL_STATE_DICT)
 
     def _apply_prefetch(self, unit: Unit) -> None:
         if self._prefetch is not BackwardPrefetch.BACKWARD_PRE:
@@ -310,9 +304,9 @@ class FullyShardedDataParallel(nn.Module):
         try:
             return getattr(self._fsdp_wrapped_module, name)
         except AttributeError:
-            if name not in _UNIT_METHODS:
+            if name.startswith("_") or name not in vars(FSDPModule):
                 raise
-        return MethodType(_UNIT_METHODS[name], self._sharded_module)
+        return MethodType(vars(FSDPModule)[name], self._sharded_module)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -498,10 +492,11 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             The output of the wrapped module.
         """
-        casts = self._casts_root_inputs if self.check_is_root() else self._casts_inputs
+        mixed = self._mixed_precision
+        casts = mixed.cast_root_forward_inputs if self.check_is_root() else mixed.cast_forward_inputs
         if self._full_precision_in_eval:
             self._update_precision()
-        dtype = self._mixed_precision.param_dtype
+        dtype = mixed.param_dtype
         if dtype is not None and casts and not self._in_full_precision:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         if self._own_dtype is None:
@@ -1003,13 +998,6 @@ def _from_snapshot(parts: ShardedSnapshot) -> nn.Module:
     return copied
 
 
-_UNIT_METHODS: dict[str, Any] = {
-    name: method
-    for name, method in vars(FSDPModule).items()
-    if not name.startswith("_") and name not in ("extra_repr", "zero_grad")
-}
-
-
 # --- saving and loading ---------------------------------------------------------------------------------------------------
 
 
@@ -1084,7 +1072,13 @@ def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: s
         if unit is None or logical is None or logical not in unit.parameters:
             pass  # the wrapper of that parameter converts it; ignored parameters and buffers need no conversion
         elif isinstance(value, _torch.ShardedTensor):
-            value = _from_sharded_tensor(key, value, logical)
+            if value.size() != logical.shape:
+                raise ValueError(
+                    f"Expected shape {tuple(logical.shape)} for '{key}', got {tuple(value.size())} in the ShardedTensor to load."
+                )
+            # Collective over the ranks of the ShardedTensor.
+            whole = _torch.whole_of(value, torch.device(logical.sharding.mesh.device_type))
+            value = shard_of(logical, whole, dtype=logical.local.dtype)
         elif rows and isinstance(value, Tensor):
             if value.shape != logical.local.shape:
                 raise ValueError(
@@ -1093,16 +1087,6 @@ def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: s
                 )
             value = logical.dtensor_like_shard(value.to(logical.local.dtype))
         state_dict[inside + compiled.get(name, name)] = value
-
-
-def _from_sharded_tensor(key: str, value: Any, parameter: Any) -> Tensor:
-    """Return this rank's shard of a ShardedTensor that FSDP1 saved (collective over the ranks of the ShardedTensor)."""
-    if value.size() != parameter.shape:
-        raise ValueError(
-            f"Expected shape {tuple(parameter.shape)} for '{key}', got {tuple(value.size())} in the ShardedTensor to load."
-        )
-    whole = _torch.whole_of(value, torch.device(parameter.sharding.mesh.device_type))
-    return shard_of(parameter, whole, dtype=parameter.local.dtype)
 
 
 def _load_state_dict_post_hook(module: Any, incompatible: Any) -> None:
