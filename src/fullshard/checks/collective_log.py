@@ -135,26 +135,6 @@ class CollectiveLog:
     # when the hash is read or a block is full.
     # Other threads read without a lock: all blocks but the last are immutable, and the last one only grows.
 
-    __slots__ = (
-        "__weakref__",
-        "_backwards",
-        "_blocks",
-        "_exception",
-        "_unit_ids",
-        "_verdicts",
-        "abort",
-        "append",
-        "before",
-        "desync_error",
-        "fingerprints",
-        "followers",
-        "key",
-        "name",
-        "rank",
-        "ranks",
-        "tagged",
-    )
-
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
         """Create an empty log.
 

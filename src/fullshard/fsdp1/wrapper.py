@@ -722,14 +722,13 @@ class FullyShardedDataParallel(nn.Module):
             >>> with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):               # doctest: +SKIP
             ...     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)
         """
-        wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        before = [wrapper._state_dict_settings for wrapper in wrappers]
-        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        given = state_dict_type, state_dict_config, optim_state_dict_config
+        before = FullyShardedDataParallel.set_state_dict_type(module, *given)
         try:
             yield
         finally:
-            for wrapper, settings in zip(wrappers, before):
-                wrapper._state_dict_settings = settings
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+                wrapper._state_dict_settings = before
 
     @staticmethod
     def optim_state_dict(
@@ -1073,9 +1072,8 @@ def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: s
             pass  # the wrapper of that parameter converts it; ignored parameters and buffers need no conversion
         elif isinstance(value, _torch.ShardedTensor):
             if value.size() != logical.shape:
-                raise ValueError(
-                    f"Expected shape {tuple(logical.shape)} for '{key}', got {tuple(value.size())} in the ShardedTensor to load."
-                )
+                wanted, got = tuple(logical.shape), tuple(value.size())
+                raise ValueError(f"Expected shape {wanted} for '{key}', got {got} in the ShardedTensor to load.")
             # Collective over the ranks of the ShardedTensor.
             whole = _torch.whole_of(value, torch.device(logical.sharding.mesh.device_type))
             value = shard_of(logical, whole, dtype=logical.local.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -116,7 +117,7 @@ class _Survey:
         """Return the outermost repeated modules, in registration order."""
         found = self._outermost(self._repeated())
         composite = [block for block in found if _has_children(block)]
-        if composite and len(composite) < len(found):
+        if composite:
             least = apart * median(map(self.nbytes, composite))
             found = [block for block in found if _has_children(block) or self.nbytes(block) >= least]
         return found
@@ -127,10 +128,8 @@ class _Survey:
         for module in self._model.modules():
             if isinstance(module, _LIST_CLASSES) and id(module) not in self._skipped:
                 children = [child for child in self._children(module) if not isinstance(child, nn.Embedding)]
-                shapes = Counter((type(child), self._shapes(child)) for child in children)
-                kinds = Counter(type(child) for child in children)
-                repeated |= {kind for (kind, _), count in shapes.items() if count > 1}
-                repeated |= {kind for kind, count in kinds.items() if count > 1 and kind.__name__ in self._no_split}
+                kinds = Counter((type(child), self._shapes(child)) for child in children)
+                repeated |= {kind for (kind, _), count in kinds.items() if count > 1}
         return repeated
 
     def _outermost(self, repeated: set[type[nn.Module]]) -> list[nn.Module]:
@@ -160,9 +159,10 @@ class _Survey:
         inner = [child for child in self._children(module) if type(child) in repeated and _has_children(child)]
         return type(module).forward is nn.Module.forward or len(inner) > 1
 
-    @staticmethod
-    def _shapes(module: nn.Module) -> tuple[Any, ...]:
-        return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    def _shapes(self, module: nn.Module) -> tuple[Any, ...]:
+        """Return what must be equal for two modules of a class to be blocks; nothing for classes that must not be split."""
+        split = type(module).__name__ not in self._no_split
+        return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters() if split)
 
     def merged(self, blocks: list[nn.Module], limit: float) -> list[PlannedUnit]:
         """Make one unit per block, or per run of neighbours that have at most `limit` bytes together."""
@@ -226,18 +226,12 @@ class _Survey:
 
     def _declared_tables(self) -> list[nn.Module]:
         """Return the embeddings and heads that models of transformers, and models inside them, declare by methods."""
-        found: list[nn.Module] = []
+        found: list[Any] = []
         for module in self._model.modules():
             for name in ("get_input_embeddings", "get_output_embeddings"):
-                get_table = getattr(type(module), name, None)
-                if get_table is not None:
-                    try:
-                        table = get_table(module)
-                    except (AttributeError, NotImplementedError):  # the method exists, the module does not
-                        continue
-                    if isinstance(table, nn.Module):
-                        found.append(table)
-        return found
+                with suppress(AttributeError, NotImplementedError):  # no such method, or no such module
+                    found.append(getattr(type(module), name)(module))
+        return [table for table in found if isinstance(table, nn.Module)]
 
     def _is_untied(self, module: nn.Module) -> bool:
         """Return True if no parameter of `module` is registered on another module as well."""

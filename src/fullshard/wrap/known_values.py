@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fullshard import _torch
 
@@ -83,46 +84,31 @@ class KnownValues:
     """Known values of meta tensors. A write to a storage, through any view or alias, removes the values of its tensors.
 
     Attributes:
-        written: keys (`_torch.storage_key`) of the storages that were written to.
+        written: number of writes to each storage that was written to, by its key (`_torch.storage_key`).
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], KnownValue]] = {}
-        self._by_storage: dict[int, set[int]] = {}  # ids of tensors with known values, by storage
-        self.written: set[int] = set()
+        self._found = WeakTensorKeyDictionary()  # tensor -> its value, and the number of writes to its storage before
+        self.written: Counter[int] = Counter()
 
     def record(self, tensor: Tensor, known: KnownValue) -> None:
         """Set the known value of `tensor`."""
-        key, storage = id(tensor), _torch.storage_key(tensor)
-
-        def forget(ref: object) -> None:
-            if key in self._found and self._found[key][0] is ref:
-                del self._found[key]
-                self._by_storage.get(storage, set()).discard(key)
-
-        self._found[key] = weakref.ref(tensor, forget), known
-        self._by_storage.setdefault(storage, set()).add(key)
+        self._found[tensor] = known, self.written[_torch.storage_key(tensor)]
 
     def find(self, tensor: Tensor) -> KnownValue | None:
         """Return the known value of `tensor`, or None."""
-        found = self._found.get(id(tensor))
-        if found is None:
-            return None if tensor.device.type == "meta" else KnownValue.constant(tensor)
-        ref, known = found
-        return known if ref() is tensor else None
+        known, writes = self._found.get(tensor, (None, 0))
+        if known is not None and writes == self.written[_torch.storage_key(tensor)]:
+            return known
+        return None if tensor.device.type == "meta" else KnownValue.constant(tensor)
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record the results of an operator: they are known if all its inputs are known."""
         made = self._made_by(func, args, kwargs, out)
         for tensor in _torch.written_to(func, args, kwargs):
-            self._forget_storage(_torch.storage_key(tensor))
+            self.written[_torch.storage_key(tensor)] += 1
         for tensor, known in made:
             self.record(tensor, known)
-
-    def _forget_storage(self, storage: int) -> None:
-        self.written.add(storage)
-        for key in self._by_storage.pop(storage, ()):
-            self._found.pop(key, None)
 
     def _made_by(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> list[tuple[Tensor, KnownValue]]:
         of_batch = False

@@ -414,17 +414,21 @@ class Plan:
 
     def _set_units(self, units: Sequence[PlannedUnit]) -> None:
         """Set the units, in post-order, and merge units that share a parameter."""
-        merged = [replace(unit, modules=tuple(map(self._resolve_name, unit.modules))) for unit in units]
-        seen: set[str] = set()
-        for name in (name for unit in merged for name in unit.modules):
-            if name in seen:
+        place = {name: i for i, name in enumerate(self.outline.kinds)}
+
+        def of_modules(unit: PlannedUnit, modules: Iterable[str], why: str) -> PlannedUnit:
+            return replace(unit, modules=tuple(sorted(modules, key=place.__getitem__)), why=why)
+
+        merged = [of_modules(unit, map(self._resolve_name, unit.modules), unit.why) for unit in units]
+        for name, times in Counter(name for unit in merged for name in unit.modules).items():
+            if times > 1:
                 raise ValueError(f"Module '{name or '(model)'}' is in two planned units, or twice in one. Name it once.")
-            seen.add(name)
         while True:  # a merged unit may share a parameter with a further unit
-            shared = next((several for several in self._owners(merged).values() if len(several) > 1), None)
+            owners = self._owners(merged)
+            shared = next((several for several in owners.values() if len(several) > 1), None)
             if shared is None:
                 break
-            one = replace(shared[0], modules=tuple(name for unit in shared for name in unit.modules), why=_SHARED_PARAMETER)
+            one = of_modules(shared[0], [name for unit in shared for name in unit.modules], _SHARED_PARAMETER)
             merged = [unit for unit in merged if unit not in shared] + [one]
         for unit in merged:
             for name in unit.modules:
@@ -434,14 +438,11 @@ class Plan:
                         f"Unit '{unit.name}' cannot contain both '{name}' and '{around or '(model)'}', which is around it"
                         f"{' and shares a parameter' if unit.why == _SHARED_PARAMETER else ''}. Name only the outer one."
                     )
-        place = {name: i for i, name in enumerate(self.outline.kinds)}
-        ordered = [replace(unit, modules=tuple(sorted(unit.modules, key=place.__getitem__))) for unit in merged]
-        found: dict[PlannedUnit, list[PlanEntry]] = {
-            unit: [] for unit in sorted(ordered, key=lambda unit: max(place[name] for name in unit.modules))
-        }
-        for index, (owner,) in sorted(self._owners([*found]).items()):
-            found[owner].append(self.outline.parameters[index])
-        self._held = [*found.items()]
+        merged.sort(key=lambda unit: place[unit.modules[-1]])
+        held: dict[PlannedUnit, list[PlanEntry]] = {unit: [] for unit in merged}
+        for index, (owner,) in sorted(owners.items()):
+            held[owner].append(self.outline.parameters[index])
+        self._held = [*held.items()]
 
     def _without(self, modules: frozenset[str]) -> list[PlannedUnit]:
         """Return the units without these modules. Units of no other modules are left out."""

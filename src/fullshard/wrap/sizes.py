@@ -16,11 +16,7 @@ def sizes_of(units: Iterable[Unit]) -> list[tuple[str, int]]:
 
 
 def remarks_on_root(sizes: Sequence[tuple[str, int]]) -> list[str]:
-    """Return a remark if the outermost unit has most of the parameters, as one line with the remedy.
-
-    Args:
-        sizes: name and number of elements of each unit, the outermost one first.
-    """
+    """Return a remark if the outermost unit, the first one in `sizes` (name, elements), has most of the parameters."""
     (root, numel), total = sizes[0], sum(numel for _, numel in sizes)
     if len(sizes) == 1 or numel <= total / 2 or numel < _LARGE:
         return []
@@ -31,7 +27,7 @@ def remarks_on_root(sizes: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def remarks_on_sizes(sizes: Sequence[tuple[str, int]]) -> list[str]:
-    """Return remarks on units that are so large that they determine the peak memory; arguments as in `remarks_on_root`."""
+    """Return remarks on units that are so large that they determine the peak memory; `sizes` as in `remarks_on_root`."""
     found = remarks_on_root(sizes)
     middle = median(numel for _, numel in sizes) if len(sizes) > 3 else float("inf")
     for name, numel in sizes[1:]:

@@ -279,17 +279,10 @@ def add_full_precision_units(
     full_precision: Classes | type[nn.Module],
     skipped: Collection[nn.Module] = (),
 ) -> list[str]:
-    """Add units for modules that compute in the dtype of their own parameters: one per unit and dtype.
+    """Add units for modules that compute in the dtype of their own parameters to the plan: one per unit and dtype.
 
-    Args:
-        plan: changed in place.
-        model: the planned model.
-        mp_policy: policy of units that have none of their own.
-        full_precision: classes of such modules, as in `shard_model`.
-        skipped: modules that are not sharded.
-
-    Returns:
-        Names of the classes of the modules in added units.
+    Return the names of the classes of these modules. `mp_policy`: of units that have none of their own. `skipped`: modules that
+    are not sharded.
     """
     classes = checked_classes(full_precision, "full_precision")
     class_names: dict[str, None] = {}
