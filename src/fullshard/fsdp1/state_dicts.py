@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -157,23 +158,32 @@ def names_in_groups(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> lis
     return [[known[id(parameter)] for parameter in group] for group in groups]
 
 
-_State = dict[Any, dict[Any, Any]]
-"""The state of an optimizer by names of parameters, in the order of the model. A value of the optimizer itself has key None."""
+def _mapped(saved: dict[str, Any], key_of: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return an optimizer state dict with `key_of(key)` in place of each key of a parameter."""
+    found: dict[str, Any] = {"state": {key_of(key): values for key, values in saved["state"].items()}}
+    if "param_groups" in saved:
+        groups = saved["param_groups"]
+        found["param_groups"] = [{**entry, "params": [key_of(key) for key in entry["params"]]} for entry in groups]
+    return found
 
-_Settings = list[dict[str, Any]] | None
-"""`param_groups` of an optimizer, with names in "params"; None if its state dict has no groups."""
+
+def _in_order(values: Mapping[Any, Any], convert: Callable[[Any, Any], Any]) -> dict[Any, Any]:
+    """Return `convert(key, value)` for each key. All ranks convert in one order, whatever the order of their keys."""
+    found = {key: convert(key, values[key]) for key in sorted(values, key=str)}
+    return {key: found[key] for key in values}
 
 
-def _compared(state: _State, settings: _Settings, state_format: StateDictFormat) -> ComparedValues:
+def _compared(saved: dict[str, Any], state_format: StateDictFormat) -> ComparedValues:
     """Return the values that must be equal on all ranks: parameters, shapes of their states, and numeric settings."""
     found: dict[str, dict[str, str]] = {"state_dict_type": {"it is": state_format.kind.name}}
-    for entry in settings or ():
+    for entry in saved.get("param_groups", ()):
         own = {key: text for key, value in entry.items() if (text := _setting_text(value)) is not None}
         for name in entry["params"]:
             found.setdefault(name, {}).update(own)
-    for name, values in state.items():
+    for name, values in saved["state"].items():
         kinds = found.setdefault(str(name), {})
-        kinds.update({f"state '{key}'": _kind(value) for key, value in values.items()})
+        for key, value in values.items() if isinstance(values, dict) else [(None, values)]:
+            kinds[f"state '{key}'"] = _kind(value)
     return found
 
 
@@ -197,28 +207,28 @@ def _kind(value: Any) -> str:
 
 def _collected(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: dict[str, Any] | None, state_format: StateDictFormat
-) -> tuple[tuple[_State, _Settings], ComparedValues]:
+) -> tuple[dict[str, Any], ComparedValues]:
+    """Return the state dict of an optimizer by names of parameters, in the order of the model; and what must be equal."""
     groups = groups_of(model, optimizer)
     names = names_in_groups(model, groups)
     parameters = {name: parameter for own, group in zip(names, groups) for name, parameter in zip(own, group)}
     source = optimizer.state_dict() if given is None else given
-    found = {_name_of(key, list(parameters)): values for key, values in source["state"].items()}
+    state = {_name_of(key, list(parameters)): values for key, values in source["state"].items()}
     order = {name: place for place, name in enumerate(names_of(model).values())}
-    state: _State = {}
-    for key in sorted(found, key=lambda key: (order.get(key, len(order)), str(key))):
-        values = found[key]
-        state[key] = {None: values} if key not in order and not isinstance(values, dict) else values
-        for inner, value in state[key].items() if key in parameters else ():
-            _check_not_local_rows(value, parameters[key], key, inner, state_format)
-    settings: _Settings = None
+    found: dict[str, Any] = {
+        "state": {key: state[key] for key in sorted(state, key=lambda key: (order.get(key, len(order)), str(key)))}
+    }
+    for name, parameter in parameters.items():
+        for key, value in state.get(name, {}).items():
+            _check_not_local_rows(value, parameter, name, key, state_format)
     if "param_groups" in source:
         if len(source["param_groups"]) != len(names):
             raise ValueError(
                 f"Expected {len(names)} parameter groups in the optimizer state dict, as in the optimizer, got "
                 f"{len(source['param_groups'])}. Pass the state_dict() of that optimizer."
             )
-        settings = [{**saved, "params": list(own)} for saved, own in zip(source["param_groups"], names)]
-    return (state, settings), _compared(state, settings, state_format)
+        found["param_groups"] = [{**saved, "params": list(own)} for saved, own in zip(source["param_groups"], names)]
+    return found, _compared(found, state_format)
 
 
 def _name_of(key: Any, flat: Sequence[str]) -> Any:
@@ -258,20 +268,20 @@ def optimizer_state(
     given: dict[str, Any] | None = None,  # the optimizer's own state dict, if the caller already has it
 ) -> dict[str, Any]:
     """Return the optimizer state keyed by names, in `state_format` (collective)."""
-    collected, settings = agree(
+    found = agree(
         ranks,
         lambda: _collected(model, optimizer, given, state_format),
         subject="The optimizers",
         advice="Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.",
     )
     keep = state_format.keeps(first=ranks.index == 0)
-    state: dict[Any, Any] = {}
-    for name, values in collected.items():
-        saved_as = {inner: state_format.convert(values[inner], keep=keep) for inner in sorted(values, key=str)}
-        state[name] = saved_as[None] if list(values) == [None] else {inner: saved_as[inner] for inner in values}
-    if not keep:
-        return {}
-    return {"state": state, **({} if settings is None else {"param_groups": settings})}
+
+    def convert(_: Any, value: Any) -> Any:
+        return state_format.convert(value, keep=keep)
+
+    for name, values in found["state"].items():  # a value of the optimizer itself, not of a parameter, may be no dict
+        found["state"][name] = _in_order(values, convert) if isinstance(values, dict) else convert(name, values)
+    return found if keep else {}
 
 
 def load_optimizer_state(
@@ -287,29 +297,30 @@ def load_optimizer_state(
 
     Full tensors and ShardedTensors are sharded to this rank's rows. DTensors must be sharded like the parameters.
     """
-    parameters, state, settings = agree(
+    parameters, found = agree(
         ranks,
         lambda: _prepared(model, saved, groups, local=local),
         subject="The saved optimizers",
         advice="Load one checkpoint on all ranks.",
     )
-    for name, values in state.items():
-        # Converting is collective, so all ranks convert in one order, whatever the order of their keys.
-        for key in sorted(values, key=str) if name in parameters else ():
-            if isinstance(values[key], _torch.ShardedTensor):
-                logical, whole = logical_of(parameters[name]), _torch.whole_of(values[key], ranks.device)
-                values[key] = whole if logical is None else shard_of(logical, whole, dtype=whole.dtype)
-    keys: dict[str, Any] = {name: name if by_name else place for place, name in enumerate(parameters)}
-    ready: dict[str, Any] = {"state": {keys.get(name, name): values for name, values in state.items()}}
-    if settings is not None:
-        ready["param_groups"] = [{**entry, "params": [keys[name] for name in entry["params"]]} for entry in settings]
-    return ready
+
+    def convert(name: str, _: Any, value: Any) -> Any:
+        if not isinstance(value, _torch.ShardedTensor):
+            return value
+        logical, whole = logical_of(parameters[name]), _torch.whole_of(value, ranks.device)
+        return whole if logical is None else shard_of(logical, whole, dtype=whole.dtype)
+
+    for name, values in found["state"].items():
+        if name in parameters:
+            found["state"][name] = _in_order(values, partial(convert, name))
+    places = {name: place for place, name in enumerate(parameters)}
+    return found if by_name else _mapped(found, lambda name: places.get(name, name))
 
 
 def _prepared(
     model: nn.Module, given: dict[str, Any], groups: Sequence[Sequence[Tensor]], *, local: bool
-) -> tuple[tuple[dict[str, Tensor], _State, _Settings], ComparedValues]:
-    """Return the parameters of the optimizer, in its order, and states and settings; ShardedTensors are not sharded yet."""
+) -> tuple[tuple[dict[str, Tensor], dict[str, Any]], ComparedValues]:
+    """Return the parameters of the optimizer, in its order, and its state dict by names; ShardedTensors are not sharded yet."""
     saved = _with_clean_names(given)
     names = names_in_groups(model, groups)
     parameters = {name: parameter for group, own in zip(groups, names) for parameter, name in zip(group, own)}
@@ -319,25 +330,24 @@ def _prepared(
             f"The saved optimizer has states for {unknown[:3]}, which the optimizer to load does not train. Use the same "
             f"model and parameters, among them {list(parameters)[:3]}."
         )
-    state: _State = {}
+    state: dict[Any, Any] = {}
     communicated: dict[str, dict[str, str]] = {}  # converting ShardedTensors is collective, so all ranks must have the same
     for name in names_of(model).values():
         values = saved["state"].get(name)
         if values is not None:
-            # Errors must name the same key on all ranks: convert in sorted order, then restore the order of the caller.
-            ordered = {key: values[key] for key in sorted(values, key=str)}
-            fitted = {key: _fit(value, parameters[name], name, key, local=local) for key, value in ordered.items()}
-            state[name] = {key: fitted[key] for key in values}
-            sharded = {key: value for key, value in fitted.items() if isinstance(value, _torch.ShardedTensor)}
-            if sharded:
-                communicated[name] = {f"state '{key}'": _kind(value) for key, value in sharded.items()}
+            # Errors must name the same key on all ranks.
+            state[name] = _in_order(values, partial(_fit, parameters[name], name, local=local))
+            kinds = {key: _kind(value) for key, value in values.items() if isinstance(value, _torch.ShardedTensor)}
+            if kinds:
+                communicated[name] = {f"state '{key}'": kind for key, kind in kinds.items()}
     # Values of the optimizer itself, not of a parameter, are passed on unchanged.
     state.update({key: values for key, values in saved["state"].items() if key not in parameters})
+    found: dict[str, Any] = {"state": state}
     if "param_groups" not in saved:
-        return (parameters, state, None), communicated
+        return (parameters, found), communicated
     settings_of = {name: _settings(entry) for entry in saved["param_groups"] for name in entry["params"]}
     empty = [entry for entry in saved["param_groups"] if not entry["params"]]  # a group without parameters has settings, too
-    settings: list[dict[str, Any]] = []
+    found["param_groups"] = []
     for own in names:
         missing = [name for name in own if name not in settings_of]
         if missing:
@@ -352,8 +362,8 @@ def _prepared(
                 f"'{own[0]}' and '{other}' are in groups with different settings in the saved optimizer, but in one group of "
                 "the optimizer to load. Build it with the same groups."
             )
-        settings.append({**kept, "params": list(own)})
-    return (parameters, state, settings), communicated
+        found["param_groups"].append({**kept, "params": list(own)})
+    return (parameters, found), communicated
 
 
 def _settings(entry: dict[str, Any]) -> dict[str, Any]:
@@ -371,23 +381,14 @@ def _with_clean_names(saved: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"Expected 'params' in each of the param_groups of an optimizer state dict, got {list(entry)[:5]}."
             )
-
-    def clean(key: Any) -> Any:
-        return clean_name(key) if isinstance(key, str) else key
-
-    found: dict[str, Any] = {"state": {clean(key): values for key, values in saved["state"].items()}}
-    if "param_groups" in saved:
-        found["param_groups"] = [
-            {**entry, "params": [clean(key) for key in entry["params"]]} for entry in saved["param_groups"]
-        ]
-    return found
+    return _mapped(saved, lambda key: clean_name(key) if isinstance(key, str) else key)
 
 
 _FLAT_PARAMETER_HINT = " It is the state of a FlatParameter of FSDP1, which cannot be loaded. Save FULL_STATE_DICT with FSDP1."
 _SCALAR_STATES = ("step", "mu_product", "mu", "eta")  # states with one number per parameter, of any shape
 
 
-def _fit(value: Any, parameter: Tensor, name: str, key: Any, *, local: bool) -> Any:
+def _fit(parameter: Tensor, name: str, key: Any, value: Any, *, local: bool) -> Any:
     """Return one value of a parameter's state, sharded like the parameter. ShardedTensors are only checked."""
     logical = logical_of(parameter)
     if not isinstance(value, Tensor):
@@ -467,24 +468,19 @@ def _without_tensors(saved: dict[str, Any] | None) -> tuple[dict[str, Any], dict
 def rekey(given: dict[str, Any], to: OptimStateKeyType, names: Sequence[str]) -> dict[str, Any]:
     """Convert the keys of `given` to names or to positions in the optimizer. Raises ValueError for keys that are neither."""
     saved = _with_clean_names(given)
-    other: dict[Any, Any] = (
-        dict(enumerate(names)) if to is OptimStateKeyType.PARAM_NAME else {n: i for i, n in enumerate(names)}
-    )
-    same = set(other.values())
+    by_name = to is OptimStateKeyType.PARAM_NAME
+    other: dict[Any, Any] = dict(enumerate(names)) if by_name else {name: place for place, name in enumerate(names)}
+    table = {**{key: key for key in other.values()}, **other}
 
     def key_of(key: Any) -> Any:
-        if key in other:
-            return other[key]
-        if key in same:
-            return key
-        raise ValueError(
-            f"The optimizer state has the key {key!r}, which is neither the name nor the position of a parameter of this model "
-            "or optimizer."
-        )
+        if key not in table:
+            raise ValueError(
+                f"The optimizer state has the key {key!r}, which is neither the name nor the position of a parameter of this "
+                "model or optimizer."
+            )
+        return table[key]
 
-    found: dict[str, Any] = {"state": {key_of(key): values for key, values in saved["state"].items()}}
-    if "param_groups" in saved:
-        by = str if to is OptimStateKeyType.PARAM_NAME else None
-        groups = saved["param_groups"]
-        found["param_groups"] = [{**entry, "params": sorted(map(key_of, entry["params"]), key=by)} for entry in groups]
+    found = _mapped(saved, key_of)
+    for entry in found.get("param_groups", ()):
+        entry["params"].sort(key=str if by_name else None)
     return found
