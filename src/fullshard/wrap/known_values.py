@@ -42,16 +42,13 @@ class KnownValue:
 
     def value(self) -> Tensor | None:
         """Return the value on the CPU, None if it is too large or cannot be computed there."""
-        if self._value is None and self._func is not None:
-            try:
+        if self._func is not None and self._numel <= LARGEST:
+            with suppress(Exception):  # no CPU kernel, or recursion too deep: the value is unknown
                 self._value = self._compute()
-            except Exception:  # no CPU kernel, or recursion too deep: the value is unknown
-                self._func = None
+            self._func = None
         return self._value
 
-    def _compute(self) -> Tensor | None:
-        if self._numel > LARGEST:
-            return None
+    def _compute(self) -> Tensor:
         # An operator that writes in place gets copies, since other known values share its inputs.
         copied = _torch.writes(self._func)
 
@@ -111,45 +108,40 @@ class KnownValues:
             self.record(tensor, known)
 
     def _made_by(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> list[tuple[Tensor, KnownValue]]:
-        of_batch = False
-
-        def known(given: Any) -> Any:
-            nonlocal of_batch
-            if isinstance(given, Tensor):
-                found = self.find(given)
-                if found is None:
-                    raise LookupError
-                of_batch |= found.of_batch
-                return found
-            if isinstance(given, (list, tuple)):
-                return [known(one) for one in given]
-            return given
-
         if func.overloadpacket in _WITHOUT_VALUES or torch.Tag.nondeterministic_seeded in func.tags:
             return []
-        outs = out if isinstance(out, (list, tuple)) else [out]
-        if not any(isinstance(one, Tensor) and one.device.type == "meta" for one in outs):
-            return []
-        try:
-            given = [known(arg) for arg in args]
-            named = {name: known(arg) for name, arg in kwargs.items()}
-        except LookupError:
-            return []
         several = isinstance(out, (list, tuple))
+        outs = [(index, one) for index, one in enumerate(out if several else [out]) if isinstance(one, Tensor)]
+        given = self._known_inputs(args, kwargs) if any(one.device.type == "meta" for _, one in outs) else None
+        if given is None:
+            return []
+        known, of_batch = given
         return [
-            (one, KnownValue(func, given, named, one.numel(), index if several else None, of_batch=of_batch))
-            for index, one in enumerate(outs)
-            if isinstance(one, Tensor)
+            (one, KnownValue(func, *known, one.numel(), index if several else None, of_batch=of_batch)) for index, one in outs
         ]
+
+    def _known_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], bool] | None:
+        """Return the arguments with known values in place of tensors, and whether they depend on the batch; None if unknown."""
+        inputs: list[KnownValue] = []
+
+        def known(tensor: Tensor) -> KnownValue:
+            found = self.find(tensor)
+            if found is None:
+                raise LookupError
+            inputs.append(found)
+            return found
+
+        try:
+            given = _torch.tree_map_only(Tensor, known, (args, dict(kwargs)))
+        except LookupError:
+            return None
+        return given, any(one.of_batch for one in inputs)
 
     def computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, bool] | None:
         """Return (result, depends on the batch) of an operator whose output shape depends on values; None if unknown."""
-        found = [self.find(leaf) for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(known is None for known in found):
-            return None
-        given, named = _torch.tree_map_only(Tensor, self.find, (args, dict(kwargs)))
-        value = KnownValue(func, given, named, 0, of_batch=False).value()
-        return None if value is None else (value, any(known is not None and known.of_batch for known in found))
+        given = self._known_inputs(args, kwargs)
+        value = None if given is None else KnownValue(func, *given[0], 0, of_batch=given[1]).value()
+        return None if given is None or value is None else (value, given[1])
 
 
 class ValuesMode(_torch.TorchDispatchMode):
