@@ -25,25 +25,14 @@ _MIB = 1 << 20
 class AutoPolicy:
     """Policy that chooses repeated blocks, and large embeddings and heads, as units.
 
-    - **Blocks**: a class is a block class if a list (ModuleList, Sequential, ModuleDict) contains two or more modules of it
-      with equal shapes. All modules of that class in lists are blocks, and so are the other modules in such a list. If blocks
-      are nested, the outermost ones count, but a list of blocks is not a block. Modules without children, such as single
-      layers, are blocks only if there are no other blocks, or if they are as large.
-    - Classes that the model names in `_no_split_modules` are never split, and need no equal shapes.
-    - **Embeddings and linear heads** next to the blocks are units if they are at least `apart` times as large as the median
-      block. They are also units if all of them together are that large and the single one has a quarter of that size. So
-      they are not unsharded for the whole forward and backward. A norm directly before a head joins the unit of the head.
-      Modules that share parameters with other modules stay in the unit around both.
-    - Blocks smaller than `tiny` times the largest block are merged with their neighbours in the same list, up to that size
-      and up to `merged_bytes` together: this needs fewer collectives, and no more memory.
-
-    All other modules stay in the unit of the model itself. Every rank must run every unit. So the policy does not enter lists
-    that are named after experts or have a router or gate as a sibling, and does not enter blocks. The policy cannot detect
-    modules whose parameters are read without calling them: drop such units from the plan.
+    Blocks are the outermost modules that repeat in a list. Embeddings and heads that are as large as a block are units, so that
+    they are not unsharded for the whole forward and backward; all other modules stay in the unit of the model itself. Since
+    every rank must run every unit, the policy enters no blocks and no lists of experts. docs/wrapping.md has all rules.
 
     Args:
-        apart: fraction of the bytes of the median block; embeddings and heads of at least this size are units.
-        tiny: fraction of the bytes of the largest block; smaller blocks are merged.
+        apart: fraction of the bytes of the median block; embeddings and heads of at least this size are units. So is one with
+            a quarter of that size, if all together have that size.
+        tiny: fraction of the bytes of the largest block; smaller blocks are merged with neighbours, up to that size.
         merged_bytes: maximum bytes of merged blocks together.
 
     Raises:
