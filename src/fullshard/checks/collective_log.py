@@ -298,15 +298,10 @@ def listed(ranks: Sequence[int]) -> str:
     >>> listed([3]), listed([0, 1]), listed([0, 1, 2, 5, 7, 8, 9])
     ('rank 3', 'ranks 0 and 1', 'ranks 0-2, 5 and 7-9')
     """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
     parts: list[str] = []
-    for run in runs:
-        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    for _, numbered in itertools.groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in numbered]  # of successive ranks
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     if len(ranks) == 1:
         return f"rank {parts[0]}"
     return "ranks " + (parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + f" and {parts[-1]}")
