@@ -210,13 +210,8 @@ class Watchdog:
         waiting = min((state.seconds_waiting(now) for state in waits), default=interval)
         if request is None or request.time < now - min(waiting, interval):
             request = self._request(log)
-        late = [
-            (state, call)
-            for state in waits
-            if state.timeout is not None
-            and state.seconds_waiting(now) > state.timeout
-            and (call := state.waits_in(log)) is not None
-        ]
+        overdue = [state for state in waits if state.timeout is not None and state.seconds_waiting(now) > state.timeout]
+        late = [(state, call) for state in overdue if (call := state.waits_in(log)) is not None]
         if request.rank != self._store.rank and not late:
             return  # another rank reads
         inquiry = Inquiry(self._store, log, request.number)
@@ -237,11 +232,10 @@ class Watchdog:
             # More states may arrive soon, and the verdict should name all ranks.
             return text if names_all or inquiry.is_complete or now > first + _GRACE else None
         for state in waits:
-            call = state.waits_in(log)
-            if call is not None:  # None: the thread has continued
-                text_of_wait = inquiry.why_waiting(state, call, state.seconds_waiting(now))
-                if text_of_wait is not None:
-                    return text_of_wait
+            call = state.waits_in(log)  # None if the thread has continued
+            reason = None if call is None else inquiry.why_waiting(state, call, state.seconds_waiting(now))
+            if reason is not None:
+                return reason
         return None
 
     # --- verdicts ---
