@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -173,23 +173,8 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        given = FSDP1Arguments(
-            module,
-            process_group,
-            sharding_strategy,
-            cpu_offload,
-            backward_prefetch,
-            mixed_precision,
-            ignored_modules,
-            param_init_fn,
-            device_id,
-            sync_module_states,
-            forward_prefetch,
-            limit_all_gathers,
-            use_orig_params,
-            ignored_states,
-            device_mesh,
-        )
+        passed = locals()
+        given = FSDP1Arguments(**{field.name: passed[field.name] for field in fields(FSDP1Arguments)})
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy, "auto_wrap_policy")
         if not use_orig_params:
