@@ -156,12 +156,8 @@ class CollectiveLog:
         self.followers: tuple[CollectiveLog, ...] = ()  # logs that are closed together with this one
         self._verdicts: list[str] = []  # of all threads that closed the log
         self._backwards = 0
-        self._unit_ids = itertools.count()
+        self.unit_ids = itertools.count()  # ids of units, equal on all ranks, because they create their units together
         self._add_block(_Block(0, _hasher(name), []), ())
-
-    def next_unit_id(self) -> int:
-        """Return the id of a new unit. It is equal on all ranks, because they create their units together."""
-        return next(self._unit_ids)
 
     @property
     def count(self) -> int:

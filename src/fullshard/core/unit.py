@@ -72,7 +72,7 @@ class Unit:
         # Shared with the parameters and the log, so that a new name reaches their texts.
         self.unit_name = UnitName(type(modules[0]).__name__)
         # Equal on all ranks, unlike `number`: ranks may have created other units before.
-        self.global_id = runtime.communicator.log_of(axis).next_unit_id() if global_id is None else global_id
+        self.global_id = next(runtime.communicator.log_of(axis).unit_ids) if global_id is None else global_id
         self.axis = axis
         self.options = options
         self.parameters = parameters

@@ -62,7 +62,7 @@ class AutoPolicy:
         Returns:
             The units: blocks, then embeddings and heads. Empty if no module repeats.
         """
-        survey = _Survey(model, set(map(id, ignored_modules)), set(map(id, ignored)))
+        survey = _Survey(model, set(ignored_modules), set(map(id, ignored)))
         blocks = survey.blocks(self.apart)
         if not blocks:
             return []
@@ -73,32 +73,27 @@ class AutoPolicy:
 class _Survey:
     """The structure of a model, and the choices of `AutoPolicy` for it."""
 
-    def __init__(self, model: nn.Module, skipped: set[int], ignored: set[int]) -> None:
+    def __init__(self, model: nn.Module, skipped: set[nn.Module], ignored: set[int]) -> None:
         self._model, self._skipped, self._ignored = model, skipped, ignored
-        self._names: dict[int, str] = {}
-        self._lists: dict[int, nn.Module] = {}  # id of a module -> the list that contains it
+        self._names = {module: name for name, module in children_first(model)}
+        self._lists: dict[nn.Module, nn.Module] = {}  # module -> the list that contains it
         self._registrations: Counter[int] = Counter()  # id of a parameter -> number of modules that register it
         self._no_split: set[str] = set()  # names of classes that must not be split
-        for name, module in children_first(model):
-            self._names[id(module)] = name
+        for module in self._names:
             self._no_split.update(getattr(module, "_no_split_modules", None) or ())
             for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._registrations[id(parameter)] += 1
             for own, child in module.named_children():
                 if isinstance(child, _LIST_CLASSES) and _is_selected_from(module, own):
-                    self._skipped |= {id(inner) for inner in child.modules()}
+                    self._skipped.update(child.modules())
             if isinstance(module, _LIST_CLASSES):
-                for child in module.children():
-                    self._lists[id(child)] = module
-
-    def name(self, module: nn.Module) -> str:
-        return self._names[id(module)]
+                self._lists.update(dict.fromkeys(module.children(), module))
 
     def nbytes(self, module: nn.Module) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters() if id(p) not in self._ignored)
 
     def _children(self, module: nn.Module) -> list[nn.Module]:
-        return [child for child in module.children() if id(child) not in self._skipped and self.nbytes(child)]
+        return [child for child in module.children() if child not in self._skipped and self.nbytes(child)]
 
     # --- blocks ---
 
@@ -115,17 +110,17 @@ class _Survey:
         """Return the classes with two modules of equal shapes in one list, or with two modules that must not be split."""
         repeated: set[type[nn.Module]] = set()
         for module in self._model.modules():
-            if isinstance(module, _LIST_CLASSES) and id(module) not in self._skipped:
+            if isinstance(module, _LIST_CLASSES) and module not in self._skipped:
                 children = [child for child in self._children(module) if not isinstance(child, nn.Embedding)]
                 kinds = Counter((type(child), self._shapes(child)) for child in children)
                 repeated |= {kind for (kind, _), count in kinds.items() if count > 1}
         return repeated
 
     def _outermost(self, repeated: set[type[nn.Module]]) -> list[nn.Module]:
-        found: dict[int, nn.Module] = {}
+        found: dict[nn.Module, None] = {}
 
         def is_block(module: nn.Module) -> bool:
-            return id(module) in self._lists and type(module) in repeated and not self._is_stage(module, repeated)
+            return module in self._lists and type(module) in repeated and not self._is_stage(module, repeated)
 
         def visit(module: nn.Module) -> None:
             children = self._children(module)
@@ -134,12 +129,12 @@ class _Survey:
             for child in children:
                 in_row = row and _has_children(child) and not isinstance(child, _LIST_CLASSES) and has_forward(child)
                 if is_block(child) or in_row:
-                    found[id(child)] = child
+                    found[child] = None
                 elif type(child).__name__ not in self._no_split:
                     visit(child)
 
         visit(self._model)
-        return list(found.values())
+        return list(found)
 
     def _is_stage(self, module: nn.Module, repeated: set[type[nn.Module]]) -> bool:
         """Return True if `module` is a list of blocks that are better units than the list as a whole, or has no forward."""
@@ -159,14 +154,14 @@ class _Survey:
         for block in blocks:
             last = runs[-1] if runs else []
             together = sum(map(self.nbytes, last)) + self.nbytes(block)
-            if last and self._lists[id(last[-1])] is self._lists[id(block)] and together <= limit:
+            if last and self._lists[last[-1]] is self._lists[block] and together <= limit:
                 last.append(block)
             else:
                 runs.append([block])
         kinds = Counter(type(block) for block in blocks)
         return [
             PlannedUnit(
-                tuple(map(self.name, run)),
+                tuple(self._names[block] for block in run),
                 f"one of {kinds[type(run[0])]} blocks" if len(run) == 1 else "small blocks, merged",
             )
             for run in runs
@@ -176,7 +171,7 @@ class _Survey:
 
     def large_tables(self, blocks: list[nn.Module], least: float) -> list[PlannedUnit]:
         """Make units of large embeddings and heads, each head with the norm directly before it."""
-        row = self._tables_and_norms({id(block) for block in blocks})
+        row = self._tables_and_norms(set(blocks))
         tables = [module for module in row if isinstance(module, _TABLE_CLASSES) and self._is_untied(module)]
         together = sum(map(self.nbytes, tables)) >= least
         units: list[PlannedUnit] = []
@@ -186,32 +181,32 @@ class _Survey:
                 continue
             before = row[at - 1] if at and isinstance(module, nn.Linear) else None
             along = before is not None and "norm" in type(before).__name__.lower() and self._is_untied(before)
-            names = (*((self.name(before),) if before is not None and along else ()), self.name(module))
+            names = tuple(self._names[one] for one in (before, module) if one is not None and (along or one is module))
             units.append(PlannedUnit(names, "as large as a block" if size >= least else "large together"))
         return units
 
-    def _tables_and_norms(self, taken: set[int]) -> list[nn.Module]:
+    def _tables_and_norms(self, taken: set[nn.Module]) -> list[nn.Module]:
         """Return the modules without children next to the blocks, or next to lists of blocks, in order.
 
         If the model declares its embeddings and heads, return only these, and other modules that are no tables (norms).
         """
-        around = {id(m) for m in self._model.modules() if any(id(inner) in taken for inner in m.modules())}
-        known = {id(table) for table in self._declared_tables()}
-        row: dict[int, nn.Module] = {}
+        around = {module for module in self._model.modules() if not taken.isdisjoint(module.modules())}
+        known = set(self._declared_tables())
+        row: dict[nn.Module, None] = {}
 
         def visit(module: nn.Module, runs: bool) -> None:
             for child in self._children(module):
-                if id(child) in taken or isinstance(child, nn.MultiheadAttention):
+                if child in taken or isinstance(child, nn.MultiheadAttention):
                     continue
-                if id(child) in around:
+                if child in around:
                     visit(child, True)
                 elif _has_children(child):
                     visit(child, runs and type(child) is nn.Sequential and not known)
-                elif (runs and not known) or id(child) in known or (runs and not isinstance(child, _TABLE_CLASSES)):
-                    row[id(child)] = child
+                elif (runs and not known) or child in known or (runs and not isinstance(child, _TABLE_CLASSES)):
+                    row[child] = None
 
         visit(self._model, True)
-        return list(row.values())
+        return list(row)
 
     def _declared_tables(self) -> list[nn.Module]:
         """Return the embeddings and heads that models of transformers, and models inside them, declare by methods."""
