@@ -283,10 +283,8 @@ def _new_mesh(how: str, groups: Groups, mesh: DeviceMesh | None, device_type: st
 
 def _node_shape(device_type: str) -> tuple[int, int]:
     """Return (nodes, ranks per node) of the default process group."""
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE")
-    ranks_per_node = (
-        int(local_world_size) if local_world_size else 0 if device_type == "cpu" else torch.accelerator.device_count()
-    )
+    devices = 0 if device_type == "cpu" else torch.accelerator.device_count()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or devices)
     world = dist.get_world_size()
     if not ranks_per_node or world % ranks_per_node:
         raise ValueError(
@@ -396,23 +394,20 @@ def _reset(module: nn.Module, device: torch.device) -> None:
 _ORIGINAL_DTYPE = "_fullshard_original_dtype"  # attribute of a buffer that a wrapper has cast: its dtype before
 
 
-def cast_buffers(module: nn.Module, managed: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:
+def cast_buffers(managed: ManagedTensors, given: FSDP1Arguments) -> dict[str, torch.dtype]:
     """Cast the wrapper's own floating-point buffers to `buffer_dtype`, and return their previous dtypes by name.
 
     A buffer with several names is returned under each of them.
     """
     dtype = given.mixed_precision.buffer_dtype if given.mixed_precision is not None else None
-    if dtype is None:
-        return {}
-    ignored_ids = set(map(id, given.left_out))
     before: dict[int, torch.dtype] = {}
-    for _, slot, buffer in managed.buffers:
-        if buffer.is_floating_point() and id(slot.module) not in ignored_ids:
+    for _, slot, buffer in managed.buffers if dtype is not None else ():
+        if buffer.is_floating_point() and slot.module not in given.left_out:
             # Kept with the buffer, since several wrappers may share it, and the first one casts it.
             before[id(buffer)] = buffer.__dict__.setdefault(_ORIGINAL_DTYPE, buffer.dtype)
             buffer.data = buffer.data.to(dtype)
     return {
         clean_name(name): before[id(buffer)]
-        for name, buffer in module.named_buffers(remove_duplicate=False)
+        for name, buffer in given.module.named_buffers(remove_duplicate=False)
         if id(buffer) in before
     }

@@ -194,7 +194,7 @@ class FullyShardedDataParallel(nn.Module):
         if not self._is_list:
             fully_shard(module, **given.options)
         self._fsdp_wrapped_module = module
-        self._buffer_dtypes = cast_buffers(module, managed, given)
+        self._buffer_dtypes = cast_buffers(managed, given)
         mixed = given.mixed_precision
         self._is_root: bool | None = None  # unknown until the first forward: another wrapper may still be put around this one
         self._strategy, self._cpu_offload = given.strategy, given.cpu_offload or CPUOffload()
@@ -1039,12 +1039,11 @@ def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: s
     inner: nn.Module = module._fsdp_wrapped_module
     parameters = dict(inner.named_parameters(remove_duplicate=False))
     known = {clean_name(name): parameter for name, parameter in parameters.items()}
-    compiled: dict[str, str] = {}  # clean name -> name with "_orig_mod" parts of torch.compile
-    for name in (*parameters, *dict(inner.named_buffers(remove_duplicate=False))):
-        if "_orig_mod" in name.split("."):
-            compiled[clean_name(name)] = ".".join(
-                part for part in name.split(".") if part not in (_WRAPPED_MODULE, _OTHER_WRAPPERS[0])
-            )
+    without = _WRAPPED_MODULE, _OTHER_WRAPPERS[0]
+    expected = {  # clean name -> name with the parts that torch.compile adds
+        clean_name(name): ".".join(part for part in name.split(".") if part not in without)
+        for name in (*parameters, *dict(inner.named_buffers(remove_duplicate=False)))
+    }
     inside = f"{prefix}{_WRAPPED_MODULE}."
     # Sorted, because ShardedTensors are converted by collectives: all ranks must visit the keys in one order.
     for key in sorted(key for key in state_dict if key.startswith(prefix) and not key.startswith(inside)):
@@ -1069,7 +1068,7 @@ def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: s
                     f"{tuple(value.shape)}. Load it on as many ranks as saved it, or save it as SHARDED_STATE_DICT."
                 )
             value = logical.dtensor_like_shard(value.to(logical.local.dtype))
-        state_dict[inside + compiled.get(name, name)] = value
+        state_dict[inside + expected.get(name, name)] = value
 
 
 def _load_state_dict_post_hook(module: Any, incompatible: Any) -> None:
