@@ -206,7 +206,7 @@ class _LocalView:
             listed[:] = plain_ones
 
     def leave(self, optimizer: Optimizer) -> None:
-        """Restore the sharded parameters, and turn states with the shape of the shard, or of what replaced it, into DTensors."""
+        """Restore the sharded parameters, and turn states with the shape of the shard, or of its replacement, into DTensors."""
         inside, outside = optimizer.state, self._outside_state
         if outside is None:  # `enter` raised
             return
