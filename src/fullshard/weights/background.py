@@ -77,7 +77,10 @@ class StoreRankGroup(Ranks):
                 return str(self._store.get("gone").decode())
             if count < self._ranks and time.monotonic() - last_check > PATIENCE:
                 # A rank is lost if its counter did not change since the last check. Heartbeats continue during slow work.
-                beats_before, beats = beats, self._beats_of_absent(call)
+                # The first rank monitors all others, and they monitor the first rank: requests are linear in the ranks.
+                monitored = [0] if self._index else range(1, self._ranks)
+                absent = [rank for rank in monitored if not self._store.check([f"{call}/here/{rank}"])]
+                beats_before, beats = beats, {rank: self._store.add(f"beat/{rank}", 0) for rank in absent}
                 last_check = time.monotonic()
                 lost = [rank for rank, beat in beats.items() if beats_before.get(rank) == beat]
                 if lost:
@@ -88,13 +91,6 @@ class StoreRankGroup(Ranks):
                     return text
         failed = f"{call}/failed"  # the key has the call number, because a faster rank may fail in the next call already
         return str(self._store.get(failed).decode()) if self._store.check([failed]) else None
-
-    def _beats_of_absent(self, call: int) -> dict[int, int]:
-        """Return the heartbeat counters of the monitored ranks that have not made this call yet."""
-        # The first rank monitors all others, and they monitor the first rank: the number of requests is linear in the ranks.
-        monitored = [0] if self._index else range(1, self._ranks)
-        absent = [rank for rank in monitored if not self._store.check([f"{call}/here/{rank}"])]
-        return {rank: self._store.add(f"beat/{rank}", 0) for rank in absent}
 
     def close(self) -> None:
         """Stop the heartbeat and release the store. The first rank waits for the others."""

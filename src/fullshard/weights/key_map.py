@@ -252,9 +252,7 @@ def _apply(rule: Rule, state: State) -> State:
         case Convert():
             return _replace_sets(state, _sets(rule, state), partial(_convert, rule))
         case Stack():
-            return _replace_sets(
-                state, _stacks(rule, state), lambda name, parts: _concatenated(name, map(_unsqueezed, parts), 0)
-            )
+            return _replace_sets(state, _stacks(rule, state), _stacked)
         case Sort():
             return dict(sorted(state.items(), key=lambda item: natural_key(item[0])))
 
@@ -309,7 +307,8 @@ def _split(rule: Split, tensor: MappedTensor, match: re.Match[str]) -> Iterable[
 def _unstack(rule: Unstack, tensor: MappedTensor, match: re.Match[str]) -> Iterable[Named]:
     for number in range(tensor.shape[_dim(tensor, 0, "Unstack")]):
         to = match.expand(rule.to).replace("{}", str(number))
-        yield to, replace(_squeezed(_narrowed(to, tensor, 0, number, 1)), file_group=match.string)
+        part = _with_dims(_narrowed(to, tensor, 0, number, 1), lambda values, _: values[1:])
+        yield to, replace(part, file_group=match.string)
 
 
 # --- several tensors become one ---
@@ -419,8 +418,8 @@ def _dim(tensor: MappedTensor, dim: int, rule: str) -> int:
     return dim % len(tensor.shape)
 
 
-def _concatenated(name: str, parts: Iterable[MappedTensor], dim: int) -> MappedTensor:
-    first, *_ = parts = list(parts)
+def _concatenated(name: str, parts: Sequence[MappedTensor], dim: int) -> MappedTensor:
+    first = parts[0]
     dim = _dim(first, dim, "Merge")
     pieces: list[SourcePiece] = []
     length = 0
@@ -458,14 +457,8 @@ def _with_dims(tensor: MappedTensor, change: Callable[[tuple[Any, ...], Any], tu
     return MappedTensor(tensor.name, tensor.dtype, change(tensor.shape, 1), pieces)
 
 
-def _unsqueezed(tensor: MappedTensor) -> MappedTensor:
-    """Add a first dim of size 1."""
-    return _with_dims(tensor, lambda values, added: (added, *values))
-
-
-def _squeezed(tensor: MappedTensor) -> MappedTensor:
-    """Remove the first dim, which has size 1."""
-    return _with_dims(tensor, lambda values, _: values[1:])
+def _stacked(name: str, parts: Sequence[MappedTensor]) -> MappedTensor:
+    return _concatenated(name, [_with_dims(part, lambda values, added: (added, *values)) for part in parts], 0)
 
 
 def _transposed(rule: Transpose, tensor: MappedTensor) -> MappedTensor:

@@ -216,9 +216,8 @@ class RowWriter(_Mover):
     def _end(self) -> None:
         if self._pinned:
             torch.accelerator.synchronize()  # the writer threads must not read host memory before the copies complete
-        if self._in_background:
-            self._writer.begin(self._background_writes)
-        else:
+        self._writer.begin(self._background_writes)
+        if not self._in_background:
             self._writer.finish()
         self._background_writes, self._local = [], {}  # do not keep the shards alive during a background save
 

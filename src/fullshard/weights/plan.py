@@ -135,27 +135,17 @@ def plan_save(outputs: Sequence[tuple[FileTensor, MappedTensor]], *, rank: int, 
 
 # --- rows of each rank ---
 
-Load = tuple[str, int]
-"""Purpose of bytes ("rows", "send" or "receive"), and rank: a round limits the bytes of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Rows that a round has as one part."""
-
-    rows: Box
-    worker: int
-    loads: tuple[tuple[Load, int], ...]  # bytes of these rows, by purpose and rank
-    ranks: frozenset[int]  # all ranks with a load
+Loads = Counter[tuple[str, int]]
+"""Bytes by purpose ("rows", "send" or "receive") and rank, each of which a round limits."""
 
 
 def _plan(
     tensors: Iterable[tuple[InFiles, list[Link]]], *, rank: int, ranks: int, limit: int, saving: bool, exchanges: bool
 ) -> Plan:
     own: list[Part] = []
-    shared: list[tuple[InFiles, tuple[Link, ...], _Shared]] = []
+    shared: list[tuple[InFiles, tuple[Link, ...], Part, Loads]] = []
     # By geometry, which the weights of all layers share: rows of each rank alone, and rows of several.
-    divided: dict[object, tuple[dict[int, list[Box]], list[_Shared]]] = {}
+    divided: dict[object, tuple[dict[int, list[Box]], list[tuple[Part, Loads]]]] = {}
     computing = [0] * ranks  # bytes of computed tensors assigned to each rank so far
     for source, found in tensors:
         links = tuple(found)
@@ -163,7 +153,11 @@ def _plan(
             # Balance the work; the lowest rank wins a tie, so that all ranks choose the same one.
             worker = computing.index(min(computing))
             computing[worker] += source.nbytes
-            shared += [(source, links, one) for one in _divide_computed(source, links, worker, limit)]
+            length, replicas = source.shape[0] if source.shape else 1, 1  # the worker sends so many copies at most
+            for link in links:
+                replicas = max([replicas, *map(len, link.target.shard_map.ranks_by_box.values())])
+            step = max(1, limit * length // max(1, source.nbytes * replicas))
+            shared += [(source, links, *one) for one in _parts(source, links, 0, length, [worker], step, saving=False)]
             continue
         # Everything that decides which rank stores which rows: all except names.
         stored = [(id(link.target.shard_map), link.target.dtype, link.piece.geometry) for link in links]
@@ -172,13 +166,13 @@ def _plan(
             divided[key] = _divide(source, links, limit, saving=saving, exchanges=exchanges)
         alone, several = divided[key]
         own += [Part(source, links, rows, rank) for rows in alone.get(rank, ())]
-        shared += [(source, links, one) for one in several]
+        shared += [(source, links, *one) for one in several]
     return Plan(rank, tuple(own), tuple(_in_rounds(shared, rank=rank, limit=limit)))
 
 
 def _divide(
     source: FileTensor, links: tuple[Link, ...], limit: int, *, saving: bool, exchanges: bool
-) -> tuple[dict[int, list[Box]], list[_Shared]]:
+) -> tuple[dict[int, list[Box]], list[tuple[Part, Loads]]]:
     """Return the rows that each rank reads or writes for itself, and those that ranks exchange."""
     ranges: list[tuple[int, int, tuple[int, ...]]] = []  # (first row, last row, ranks)
     largest = 1  # elements of the largest box that one rank stores
@@ -190,43 +184,32 @@ def _divide(
     length = source.shape[0] if source.shape else 1
     most = limit * length // (largest * source.dtype.itemsize)  # so many rows need up to `limit` bytes on every rank
     alone: dict[int, list[Box]] = {}
-    several: list[_Shared] = []
+    several: list[tuple[Part, Loads]] = []
     for first, last, owners in merge_row_ranges(ranges):
         if exchanges and len(owners) > 1:
-            for worker, begin, end in _shares(first, last, owners, max(1, most // len(owners))):
-                several.append(_shared(Part(source, links, Box.of_rows(source.shape, begin, end), worker), saving=saving))
+            several += _parts(source, links, first, last, owners, max(1, most // len(owners)), saving=saving)
         else:
             for owner in owners:
                 alone.setdefault(owner, []).append(Box.of_rows(source.shape, first, last))
     return alone, several
 
 
-def _shares(first: int, last: int, ranks: Sequence[int], step: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, first row, row after the last one): an equal part of the rows for each rank, in steps in turn.
-
-    So every round has work for all of these ranks.
-    """
-    count = len(ranks)
+def _parts(
+    source: InFiles, links: tuple[Link, ...], first: int, last: int, workers: Sequence[int], step: int, *, saving: bool
+) -> Iterator[tuple[Part, Loads]]:
+    """Yield an equal part of the rows for each worker, in steps in turn, so that every round has work for all of them."""
+    count = len(workers)
     bounds = [first + (last - first) * index // count for index in range(count + 1)]
     for at in range(0, -(-(last - first) // count), step):
-        for rank, (begin, end) in zip(ranks, pairwise(bounds)):
+        for worker, (begin, end) in zip(workers, pairwise(bounds)):
             if begin + at < end:
-                yield rank, begin + at, min(end, begin + at + step)
+                part = Part(source, links, Box.of_rows(source.shape, begin + at, min(end, begin + at + step)), worker)
+                yield part, _loads(part, saving=saving)
 
 
-def _divide_computed(source: ComputedTensor, links: tuple[Link, ...], worker: int, limit: int) -> Iterator[_Shared]:
-    length = source.shape[0] if source.shape else 1
-    replicas = (len(ranks) for link in links for ranks in link.target.shard_map.ranks_by_box.values())
-    copies = max(replicas, default=1)  # of the tensor that the worker sends, at most
-    step = max(1, limit * length // max(1, source.nbytes * copies))
-    for begin in range(0, length, step):
-        rows = Box.of_rows(source.shape, begin, min(length, begin + step))
-        yield _shared(Part(source, links, rows, worker), saving=False)
-
-
-def _shared(part: Part, *, saving: bool) -> _Shared:
-    """Return the rows of a part with the bytes that they need on each rank."""
-    loads = Counter[Load]({("rows", part.worker): padded(part.nbytes)})
+def _loads(part: Part, *, saving: bool) -> Loads:
+    """Return the bytes that a part needs on each rank."""
+    loads = Loads({("rows", part.worker): padded(part.nbytes)})
     for link, box, ranks in part.boxes():
         nbytes = padded(box.numel * (part.source if saving else link.target).dtype.itemsize)
         for other in partners(ranks, part.worker, saving=saving):
@@ -234,22 +217,22 @@ def _shared(part: Part, *, saving: bool) -> _Shared:
                 sender, receiver = (other, part.worker) if saving else (part.worker, other)
                 loads["send", sender] += nbytes
                 loads["receive", receiver] += nbytes
-    return _Shared(part.rows, part.worker, tuple(loads.items()), frozenset(rank for _, rank in loads))
+    return loads
 
 
-def _in_rounds(shared: Iterable[tuple[InFiles, tuple[Link, ...], _Shared]], *, rank: int, limit: int) -> Iterator[Round]:
+def _in_rounds(shared: Iterable[tuple[InFiles, tuple[Link, ...], Part, Loads]], *, rank: int, limit: int) -> Iterator[Round]:
     """Batch rows so that no load of any rank exceeds `limit` bytes per round. Larger single rows get their own round."""
     # Every rank walks the rows of all ranks, so that all ranks make the same rounds.
     parts: list[Part] = []
-    totals = Counter[Load]()
+    totals = Loads()
     exchanged = False
-    for source, links, one in shared:
-        if totals and any(totals[load] + nbytes > limit for load, nbytes in one.loads):
+    for source, links, part, loads in shared:  # `part` may be that of another source of equal geometry
+        if totals and any(totals.get(load, 0) + nbytes > limit for load, nbytes in loads.items()):
             yield Round(tuple(parts), exchanged)
-            parts, totals, exchanged = [], Counter(), False
-        totals.update(dict(one.loads))
-        exchanged = exchanged or len(one.ranks) > 1
-        if rank in one.ranks:
-            parts.append(Part(source, links, one.rows, one.worker))
+            parts, totals, exchanged = [], Loads(), False
+        totals.update(loads)
+        exchanged = exchanged or len(loads) > 1
+        if any((purpose, rank) in loads for purpose in ("rows", "send", "receive")):
+            parts.append(Part(source, links, part.rows, part.worker))
     if totals:
         yield Round(tuple(parts), exchanged)

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
@@ -214,8 +213,7 @@ def save_weights(
     local = {entry.target.name: entry.local for entry in tensors.entries}
     rows = RowWriter(group, local, writer, limit, in_background=background)
     # All ranks connect before any of them continues, because connecting to a store whose process has ended blocks for minutes.
-    connect = partial(StoreRankGroup, token, group.index, len(group.ranks))
-    store_group = group.run(connect) if background else None
+    store_group = group.run(lambda: StoreRankGroup(token, group.index, len(group.ranks))) if background else None
 
     def check_shared() -> None:
         if not replacement.path.is_dir():

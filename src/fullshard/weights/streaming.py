@@ -202,7 +202,7 @@ def _start_all_gather(members: Sequence[ModelEntry], dtype: torch.dtype) -> tupl
         if sharding.dim == 0 and _chunk_numel(sharding) * dtype.itemsize >= group.storage.direct.min_chunk:
             out, own = _direct(entry, group, dtype)
             transfers.append((out, own))
-            values[entry.target.name] = partial(_identity, out[: entry.target.numel].view(entry.target.shape))
+            values[entry.target.name] = out[: entry.target.numel].view(entry.target.shape).detach
         else:
             packed.append(entry)
     if packed:
@@ -324,7 +324,7 @@ class _Bucket:
             sharded: Any = parameter.sharded if entry.value is None else parameter.dtensor_like_shard(entry.value)
             full = all_gather_full(_owner(entry)[0].agreement("iter_full()"), parameter.sharding, sharded)
             full = full.to(cast_dtype(entry.target.dtype, self._dtype))
-            self._values[entry.target.name] = partial(_identity, full)
+            self._values[entry.target.name] = full.detach
 
     @torch.no_grad()
     def _output(self, mapped: MappedTensor) -> Tensor:
@@ -362,10 +362,6 @@ def _version(entry: ModelEntry) -> int:
         return entry.local._version
     group = parameter.group()
     return 0 if group is None else group.version()
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _owner(entry: ModelEntry) -> tuple[Unit, ParamGroup]:
