@@ -64,10 +64,8 @@ class Replacement:
         self._staging = staging_path(self.directory, inside=self._keeps_directory)
         self.path = self._staging / token  # where the new content is written
         self._owner: int | None = None  # file descriptor of the locked owner file
-        # Inode of the new content. After the exchange the old content is at `path`: the inode tells the two apart.
-        self._inode: int | None = None
-        # Names of complete contents of earlier saves that could not be moved into place.
-        self._finished: list[str] = []
+        self._inode: int | None = None  # of the new content; after the exchange the old content is at `path`
+        self._finished: list[str] = []  # names of complete contents of earlier saves that could not be moved into place
 
     def name_in_place(self, name: str) -> str:
         """Return the final name of a weights file in the directory."""
@@ -352,8 +350,7 @@ class Replacement:
 
     def _release(self) -> None:
         """Unlock the staging folder, and remove it unless it has content for the next save."""
-        if self._owner is None:
-            return
+        assert self._owner is not None
         with suppress(OSError):  # another save may be locking the folder at this moment
             is_ours = os.path.samestat(os.stat(self._staging / _OWNER), os.fstat(self._owner))
             if is_ours and os.listdir(self._staging) == [_OWNER]:

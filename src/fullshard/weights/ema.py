@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ShardedParameter, clean_name, units_of, values_of
+from fullshard.core import ParamGroup, ShardedParameter, clean_name, units_of, values_of
 from fullshard.errors import StateError, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
@@ -20,7 +20,7 @@ from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
 class EMA:
     """Averages of a model's floating-point parameters: each update sets average = decay * average + (1 - decay) * weight.
 
-    Each rank averages its own shards with one operation for all of them, without communication. Buffers are not averaged.
+    Each rank averages its own shards with one operation for all flat shards, without communication. Buffers are not averaged.
 
     Args:
         model: sharded or not; its parameters must have values.
@@ -63,16 +63,16 @@ class EMA:
         self.decay, self.every, self.warmup = float(decay), every, warmup
         self.calls = self.updates = 0
         self._model, self._dtype = model, dtype
-        device = None if device is None else torch.device(device)
+        self._device = None if device is None else torch.device(device)
         tensors = self._tensors("EMA()")
         tensors.check_not_on_meta()
         check_values(model, tensors, "EMA()")
         self._units = tensors.units
-        # This rank's shards of averages, with the dtype and device of the averages.
-        self._averages = {p: _memory(p.local).to(dtype=dtype, device=device, copy=True) for p in self._averaged()}
+        self._averages: dict[ShardedParameter, Tensor] = {}  # this rank's shards, views of the buffers
+        self._lay_out(self._groups())
         slots = {id(one): (module, key) for module in model.modules() for key, one in _torch.parameters_of(module).items()}
         plain = [one for one in tensors.entries if isinstance(one.plain, nn.Parameter) and one.local.is_floating_point()]
-        self._plain = {one.names[0]: one.local.to(dtype=dtype, device=device, copy=True) for one in plain}
+        self._plain = {one.names[0]: one.local.to(dtype=dtype, device=self._device, copy=True) for one in plain}
         self._slots = [(one.names[0], *slots[id(one.plain)]) for one in plain]
         self._names = [clean_name(name) for name, _ in model.named_parameters()]
         self._swapped = 0  # number of swapped() blocks that are open
@@ -83,17 +83,18 @@ class EMA:
             "load_state_dict(ema.state_dict())."
         )
 
-    def _averaged(self) -> list[ShardedParameter]:
-        """Return the sharded parameters that are averaged: the floating-point ones.
+    def _groups(self) -> list[ParamGroup]:
+        """Return the parameter groups that are averaged: groups of floating-point parameters.
 
         Left out are frozen tensor subclasses of several tensors, such as quantized weights beside adapters. Raises StateError
         for trainable ones.
         """
-        found: list[ShardedParameter] = []
-        for parameter in (parameter for unit in self._units for parameter in unit.parameters):
-            if type(parameter.local) is Tensor or values_of(parameter.local) is not None:
-                found += [parameter] if parameter.local.is_floating_point() else []
-            elif parameter.requires_grad:
+        found: list[ParamGroup] = []
+        for group in (group for unit in self._units for group in unit.groups):
+            parameter = group.parameters[0]
+            if group.flat or values_of(parameter.local) is not None:
+                found += [group] if parameter.local.is_floating_point() else []
+            elif group.trainable:
                 raise StateError(
                     f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' cannot be averaged: its values are "
                     f"computed by a {type(parameter.local).__name__}. Freeze it with requires_grad_(False), which leaves it "
@@ -101,8 +102,24 @@ class EMA:
                 )
         return found
 
+    def _lay_out(self, groups: list[ParamGroup]) -> None:
+        """Give the averages one buffer per group, with the layout of its flat shard. New averages begin with the weights."""
+        before = self._averages
+        self._buffers = [(group, _flat(group).to(dtype=self._dtype, device=self._device, copy=True)) for group in groups]
+        self._averages = {
+            parameter: buffer[place.offset :][: parameter.local.numel()].view(parameter.local.shape)
+            for group, buffer in self._buffers
+            for parameter, place in zip(group.parameters, group.shard_layout.offsets)
+        }
+        for parameter, average in self._averages.items():
+            if parameter in before:
+                average.copy_(before[parameter])
+
     def _check(self, doing: str) -> None:
-        """Raise StateError inside a forward or backward, or if the model was sharded, unsharded or changed since `EMA()`."""
+        """Bring the averages into the layout of the groups.
+
+        Raises StateError inside a forward or backward, or if the model was sharded, unsharded or changed since `EMA()`.
+        """
         if sum(1 for _ in self._model.parameters()) != len(self._names):
             names = [clean_name(name) for name, _ in self._model.named_parameters()]
             added = next((name for name in names if name not in set(self._names)), None)
@@ -115,10 +132,13 @@ class EMA:
             )
         for unit in self._units:
             unit.check_idle(doing=doing)
-        found = set(self._averaged())
-        moved = next((parameter.name for parameter in self._averages if parameter not in found), None)
-        if moved is not None:
-            raise StateError(f"'{moved}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
+        groups = self._groups()
+        if groups != [group for group, _ in self._buffers]:
+            found = {parameter for group in groups for parameter in group.parameters}
+            moved = next((parameter.name for parameter in self._averages if parameter not in found), None)
+            if moved is not None:
+                raise StateError(f"'{moved}' moved to another unit after EMA() was created. Create EMA after fully_shard().")
+            self._lay_out(groups)
         for name, module, key in self._slots:
             if isinstance(getattr(module, key), DTensor):
                 raise StateError(f"'{name}' was sharded after EMA() was created. Create EMA after fully_shard().")
@@ -145,11 +165,11 @@ class EMA:
         if self.warmup is not None:
             decay = min(decay, (1 + self.updates) / (self.warmup + self.updates))
         self._check("EMA.update()")
-        weights = [_memory(parameter.local) for parameter in self._averages]
+        weights = [_flat(group) for group, _ in self._buffers]
         weights += [getattr(module, key).detach() for _, module, key in self._slots]
         self.calls += 1  # after the checks, which may raise
         self.updates += 1
-        averages = [*self._averages.values(), *self._plain.values()]
+        averages = [*(buffer for _, buffer in self._buffers), *self._plain.values()]
         weights = [weight.to(dtype=self._dtype, device=average.device) for average, weight in zip(averages, weights)]
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - decay)
@@ -191,11 +211,8 @@ class EMA:
         """
         averages = self.values()
         # All copies before anything is written, since memory may run out.
-        weights = {
-            entry.names[0]: _memory(entry.local).clone()
-            for entry in self._tensors("EMA.swapped()").entries
-            if averages.get(entry.names[0]) is not None
-        }
+        entries = self._tensors("EMA.swapped()").entries
+        weights = {one.names[0]: _memory(one.local).clone() for one in entries if one.names[0] in averages}
         self._write(averages)
         self._swapped += 1
         try:
@@ -208,7 +225,7 @@ class EMA:
     def _write(self, values: Mapping[str, Tensor]) -> None:
         """Overwrite the weights with `values`, which needs no memory."""
         tensors = self._tensors("EMA.swapped()")
-        for entry in (entry for entry in tensors.entries if values.get(entry.names[0]) is not None):
+        for entry in (entry for entry in tensors.entries if entry.names[0] in values):
             if entry.parameter is not None:
                 entry.parameter.wait_for_readers()  # a copy to the device may still read the shard (CPU offload)
             _memory(entry.local).copy_(values[entry.names[0]])
@@ -267,6 +284,11 @@ class EMA:
         for (_, own), value in zip(pairs, given):
             own.copy_(value)
         self.calls, self.updates = calls, updates
+
+
+def _flat(group: ParamGroup) -> Tensor:
+    """Return this rank's weights of a group, (shard_numel,)."""
+    return group.shard.detach() if group.flat else _memory(group.parameters[0].local).view(-1)
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -21,14 +21,11 @@ from fullshard.weights.boxes import Box, ModelTensor, TensorInfo
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Rule, Sort, Split, Stack, Transpose, Unstack
 
-_MOST = 2000  # names that are compared character by character
+_MOST = 2000  # names that are compared character by character; of more, only those with the same last component
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a hint such as ` (nearest: 'a', 'b')` with up to two similar names, or "" if none is similar.
-
-    Of more than 2,000 names, only names with the same last component are compared.
-    """
+    """Return a hint such as ` (nearest: 'a', 'b')` with up to two similar names, or "" if none is similar."""
     from difflib import get_close_matches
 
     every = list(names)
@@ -190,9 +187,7 @@ def _check(rule: Any) -> None:
     if not isinstance(rule, Rule):
         raise MapError(f"key_map takes rules such as Rename or Merge, got {rule!r}")
     for name in ("pattern", "source", "sources", "to"):
-        if not hasattr(rule, name):
-            continue
-        value = getattr(rule, name)
+        value = getattr(rule, name, ("",) if name == "sources" else "")
         several = name == "sources" or (name == "to" and isinstance(rule, Split))
         if several and (isinstance(value, str) or not isinstance(value, Sequence) or not value):
             raise MapError(f"{rule}: {name} must be a non-empty list of strings, got {value!r}")

@@ -49,17 +49,10 @@ def lay_out(
     parameters: int | None = None,
     name: str = SINGLE,
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
-    """Lay out the tensors that a key map makes, in files.
+    """Lay out the tensors that a key map makes, floating-point ones in `dtype`. Return also (place in a file, values) of each.
 
-    Args:
-        mapped: the tensors by name, in the order in which files are filled.
-        dtype: of floating-point tensors; None keeps theirs.
-        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
-        parameters: elements of all parameters, for the index; None counts those of all tensors.
-        name: name of a single file; several files get a number before the extension.
-
-    Returns:
-        The layout, and (place in a file, values) of each tensor.
+    `parameters`: elements of all parameters, for the index; None counts those of all tensors. `name`: that of a single file;
+    several files get a number before the extension.
     """
     blocks: dict[tuple[bool, str], list[FileTensor]] = {}  # tensors that must share a file; the place of the first counts
     for key, one in mapped.items():

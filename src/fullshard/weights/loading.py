@@ -7,6 +7,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -170,13 +171,10 @@ def load_weights(
             group.run(partial(fresh.allocate, model))
             tensors = tensors_of(model)  # list again: `allocate` has replaced the tensors on meta
             entries = {entry.target.name: entry for entry in tensors.entries}
-            reader = Reader(files, threads=threads, progress=progress, total=plan.nbytes)
-            rows = RowReader(group, {name: entry.local for name, entry in entries.items()}, reader, limit)
-            try:
+            with closing(Reader(files, threads=threads, progress=progress, total=plan.nbytes)) as reader:
+                rows = RowReader(group, {name: entry.local for name, entry in entries.items()}, reader, limit)
                 rows.run(plan)
                 group.run(files.check_unchanged)
-            finally:
-                reader.close()
         except BaseException:
             # Some shards may have new values, or memory without values: no forward may use the mixture.
             fresh.mark_all(_ids([one for one in tensors.entries if one.names[0] in intact]))
@@ -211,8 +209,7 @@ def _ids(entries: Sequence[ModelEntry]) -> set[int]:
 def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> list[str]:
     """Return the names of tensors that have no values and are not in the checkpoint."""
     read = {name for entry, _ in match.found for name in entry.names}
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    named = ((clean_name(name), tensor) for name, tensor in tensors)
+    named = ((clean_name(name), one) for name, one in (*model.named_parameters(), *model.named_buffers()))
     return [
         name
         for name, one in named
@@ -221,7 +218,6 @@ def _without_values(model: nn.Module, match: _Match, unwritten: set[int]) -> lis
 
 
 def _check(strict: object, missing: object, threads: object, buffer_bytes: object, replicas: object, progress: object) -> None:
-    """Raise ValueError if an argument of `load_weights` is invalid."""
     check_bool("strict", strict)
     check_progress(progress)
     if isinstance(missing, str) or not isinstance(missing, Sequence) or not all(isinstance(one, str) for one in missing):

@@ -44,9 +44,8 @@ def transformers_rules(model: nn.Module, *, saving: bool = False) -> list[Rule]:
         conversions = [one.reverse_transform() for one in reversible]
     renamings = [one for one in conversions if isinstance(one, library.WeightRenaming)]
     converters = [one for one in conversions if not isinstance(one, library.WeightRenaming)]
-    renames: list[Rule] = []
-    if renamings:
-        renames.append(RenameBy(lambda name: library.apply_renamings(name, renamings), "transformers"))
+    renaming = RenameBy(lambda name: library.apply_renamings(name, renamings), "transformers")
+    renames: list[Rule] = [renaming] if renamings else []
     converts = [rule for converter in converters for rule in _rules_of(converter)]
     # The patterns of converters match names after renaming, so saving, which is the reverse, renames last.
     if saving:

@@ -93,8 +93,8 @@ def iter_full(
     mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
-    buckets = _buckets(mapped, bucket_bytes, dtype)
-    return _stream(deque(_Bucket(outputs, entries, dtype) for outputs in buckets), ahead=ahead, receives=receives, copy=copy)
+    buckets = deque(_Bucket(outputs, entries, dtype) for outputs in _buckets(mapped, bucket_bytes, dtype))
+    return _stream(buckets, ahead=ahead, receives=receives, copy=copy)
 
 
 def _receives(to: To) -> bool:
