@@ -161,7 +161,7 @@ def parameter() -> Drawn:
     names, shapes = ["weight", "bias", "scale"], [(4, 8), (3,), (4,)]
     layout = plan_layout(shapes, ranks=2, itemsize=4, direct=DirectRule(64))
     segments = [
-        [segment.parameter, bucket.direct, bucket.offset + before, segment.size, segment.unsharded_offset]
+        [segment.parameter, bucket.direct, bucket.offset + before, segment.size, layout.ranks * (bucket.offset + before)]
         for bucket in layout.buckets
         for before, segment in zip(_before([segment.size for segment in bucket.segments]), bucket.segments)
     ]

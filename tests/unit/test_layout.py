@@ -49,12 +49,12 @@ def test_places_align_and_cover_the_shard_without_overlap(
         assert bucket.offset == end, "buckets follow each other without holes"
         end += bucket.size
         assert bucket.size == sum(piece.size for piece in bucket.segments)
-    regions = sorted((piece.unsharded_offset, piece.unsharded_offset + ranks * piece.size) for piece in pieces if piece.size)
+    regions = sorted((place.offset, place.offset + place.size) for place in layout.offsets if place.size)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(regions))
     assert len(layout.offsets) == len(shapes)
     for shape, place in zip(shapes, layout.offsets):
         assert place.shape == shape
-        assert place.offset * itemsize % ALIGN_BYTES == 0 and place.unsharded_offset * itemsize % ALIGN_BYTES == 0
+        assert place.offset * itemsize % ALIGN_BYTES == 0
         assert place.size == math.ceil(shape[0] / ranks) * math.prod(shape[1:])
         if place.direct:
             assert place.size * itemsize >= threshold and place.size * itemsize % ALIGN_BYTES == 0
@@ -91,7 +91,7 @@ def test_two_hops_gather_what_one_does(
         for bucket in hop.buckets:
             messages = torch.stack([shard[bucket.offset : bucket.offset + bucket.size] for shard in shards]).flatten()
             if bucket.direct:
-                full[bucket.segments[0].unsharded_offset :][: len(messages)] = messages
+                full[hop.ranks * bucket.offset :][: len(messages)] = messages
             else:
                 staging = messages
         for copy in copy_out_steps(hop, full, staging):
@@ -106,7 +106,7 @@ def test_two_hops_gather_what_one_does(
     for _, second in hops:
         full = gathered(second, inner_shards)
         for whole, place in zip(wholes, second.offsets):
-            assert torch.equal(full[place.unsharded_offset :][: whole.numel()].view(whole.shape), whole)
+            assert torch.equal(full[second.ranks * place.offset :][: whole.numel()].view(whole.shape), whole)
     first, second = hops[0]
     assert [place.direct for place in first.offsets] == [place.direct for place in second.offsets]
     for hop in hops[0]:

@@ -1,35 +1,12 @@
 """The core: one fully_shard() call from hooks to process group, and the names that other packages may use of it.
 
 state, optim, ext, wrap, fsdp1, weights, foresight and tools import the names below, and nothing from the files. If a package
-needs another name, add it. The files, in the order of a unit's life:
+needs another name, add it. The first line of each file says what it is; read them in this order:
 
-unit.py                Unit: pre_forward, post_forward, pre_backward, and public calls on a unit
-units.py               the unit of a module, and the units at and below it
-runtime.py             Runtime: runs the scheduler's actions, ends a backward; one per device and thread
-scheduler.py           Scheduler: what to unshard, reshard and reduce, and when; pure, so predictions run the same one
-param_group.py         ParamGroup: flat shard and unsharded buffer of parameters that are communicated together
-memory.py              Memory: where groups allocate and free, for predictions that record both
-unsharded_buffer.py    FlatBuffer: the unsharded buffer (all-gather output); AllGather: copy-in, collective, copy-out
-packing.py             ReductionPlan: layout of a group's gradients in collectives, and the copies into them
-reduction.py           Reduction: reduce-scatter, all-reduce, cast and commit of the gradients of one group
-reducer.py             GradientReducer: reductions in flight, and when their gradients become .grad
-heartbeat.py           the all-reduce at the end of a synchronized backward
-communicator.py        collectives of process groups, and the log of each axis
-collectives_pool.py    the collectives of process groups, and what the options of a unit make of them
-agreement.py           Agreement: the ranks in one call outside of forward and backward, and their collectives
-sharded_param.py       ShardedParameter: the sharded and the unsharded parameter, and their slots; what replaced a parameter
-sharded_tensor.py      ShardedDTensor: the class of sharded parameters; its errors name the parameter
-shard_values.py        values into and out of shards: fully_shard(), loading, full tensors
-group_grads.py         GroupGradients: gradients kept between backwards
-layout.py              integers only: Extent, Bucket, GroupLayout, padding, alignment
-mesh.py                ShardAxis, ReplicateAxis: the axes of a mesh that parameters are sharded and replicated over
-param_sharding.py      ParamSharding: dim, shapes, mesh and placements of one parameter (tensor parallelism, hybrid meshes)
-module_tree.py         depth-first walk over modules: the parameters and buffers that a unit manages
-hooks.py               module, autograd and state-dict hooks, which call the unit
-unit_options.py        UnitOptions: the options of one unit, resolved
-backward.py            the backward in progress
-extension_points.py    functions that features outside of the engine add, called for every unit
-subclasses.py          values of tensor subclasses: tensors inside of them, exact copies, attributes
+the life of a unit:      unit, runtime, scheduler, backward, hooks, units, module_tree, unit_options
+memory and messages:     param_group, layout, unsharded_buffer, packing, reduction, reducer, group_grads, heartbeat, memory
+one parameter:           sharded_param, sharded_tensor, shard_values, param_sharding, mesh, subclasses
+ranks and the outside:   communicator, collectives_pool, agreement, extension_points
 """
 
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed

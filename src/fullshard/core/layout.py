@@ -127,10 +127,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ParamOffsets:
-    """Offsets of one parameter in the flat shard and in the unsharded buffer, in elements.
+    """Offset of one parameter in the flat shard, in elements, and so in the unsharded buffer.
 
-        flat shard        ...[offset, offset + size)...                              the chunk, padding included
-        unsharded buffer  ...[unsharded_offset, unsharded_offset + ranks * size)...  the parameter is in front
+        flat shard        ...[offset, offset + size)...                   the chunk, padding included
+        unsharded buffer  ...[ranks * offset, ranks * (offset + size))... the parameter is in front
 
     If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise they are not: the parameter is `permuted`.
     It is packed, and each rank's block is copied to its place along `dim` after an all-gather, and from it before a reduction.
@@ -140,7 +140,6 @@ class ParamOffsets:
     dim: int  # the dim along which the parameter is sharded
     offset: int  # start of the chunk in the flat shard
     size: int  # elements of the chunk, padding included
-    unsharded_offset: int  # start of the parameter in the unsharded buffer
     direct: bool  # whether the parameter has a collective of its own
 
     @property
@@ -160,7 +159,6 @@ class Segment:
 
     parameter: int  # index of the parameter; -1 for a gap
     size: int  # elements
-    unsharded_offset: int  # start of the destination of the copy-out in the unsharded buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,15 +327,15 @@ def plan_layout(
     offset = 0  # the next free element of the flat shard
     for index in order:
         size = chunks[index]
-        offsets[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, ranks * offset, index in chosen)
-        segment, gap = Segment(index, size, ranks * offset), -size % align
+        offsets[index] = ParamOffsets(tuple(shapes[index]), dims[index], offset, size, index in chosen)
+        segment, gap = Segment(index, size), -size % align
         if index in chosen:
             direct_buckets.append(Bucket(True, offset, size, (segment,)))
         else:
             packed.append(segment)
         offset += size
         if gap:  # never after a direct parameter: its chunk is a multiple of 16 bytes in the smaller dtype
-            packed.append(Segment(-1, gap, ranks * offset))
+            packed.append(Segment(-1, gap))
             offset += gap
     packed_buckets = [Bucket(False, 0, sum(segment.size for segment in packed), tuple(packed))] if packed else []
     return GroupLayout(

@@ -102,13 +102,13 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
     for segment in layout.packed.segments:
         place = layout.offsets[segment.parameter] if segment.parameter >= 0 else None
         if segment.size and place is not None and place.permuted:
-            full = flat[segment.unsharded_offset :][: prod(place.shape)].view(place.shape)
+            full = flat[ranks * place.offset :][: prod(place.shape)].view(place.shape)
             full_parts, block_parts = dim_permutation(full, packed[:, column : column + segment.size], place)
             permuted += full_parts
             blocks += block_parts
         elif segment.size and not permuted:  # the layout puts permuted parameters last; gaps between them need no copy
             sizes.append(segment.size)
-            offsets.append(segment.unsharded_offset)
+            offsets.append(ranks * column)  # the packed part is in front, in the shard and in the buffer
         column += segment.size
     steps: list[Step] = []
     if sizes and flat.device.type == "cpu":
@@ -303,7 +303,7 @@ class FlatBuffer:
         self.keep = False
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
-        self.views = [tensor_on_storage(self.flat, place.unsharded_offset, place.shape) for place in layout.offsets]
+        self.views = [tensor_on_storage(self.flat, layout.ranks * place.offset, place.shape) for place in layout.offsets]
         self.version = -1
         # With a custom all-gather that allocates its output when it starts: plans such an all-gather. None otherwise.
         self._plan_custom: Callable[[], AllGather] | None = None
@@ -354,7 +354,7 @@ class FlatBuffer:
         if staging.numel():
             self._staging.append(staging)
         outs = [
-            flat[bucket.segments[0].unsharded_offset :][: layout.ranks * bucket.size] if bucket.direct else staging
+            flat[layout.ranks * bucket.offset :][: layout.ranks * bucket.size] if bucket.direct else staging
             for bucket in layout.buckets
         ]
         shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]

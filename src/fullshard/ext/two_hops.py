@@ -6,7 +6,6 @@ reduction    gradients --reduce-scatter over shards--> sum over shards --reduce-
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -57,17 +56,10 @@ def in_two_hops(layout: GroupLayout, inner: int, outer: int, *, rank: int) -> tu
         segments = tuple(replace(one, size=one.size * outer) for one in bucket.segments)
         return Bucket(bucket.direct, bucket.offset * outer, bucket.size * outer, segments)
 
-    def moved(bucket: Bucket) -> Bucket:
-        """Return a bucket of the first hop, which is copied out to the flat shard of the second."""
-        starts = itertools.accumulate([segment.size for segment in bucket.segments], initial=bucket.offset)
-        segments = (replace(one, unsharded_offset=outer * start) for one, start in zip(bucket.segments, starts))
-        return replace(bucket, segments=tuple(segments))
-
-    first = GroupLayout(
+    first = replace(
+        layout,
         ranks=outer,
-        offsets=tuple(replace(place, shape=gathered(place), unsharded_offset=outer * place.offset) for place in layout.offsets),
-        buckets=tuple(map(moved, layout.buckets)),
-        shard_numel=layout.shard_numel,
+        offsets=tuple(replace(place, shape=gathered(place)) for place in layout.offsets),
         unsharded_numel=outer * layout.shard_numel,
     )
     second = replace(
@@ -176,8 +168,8 @@ class TwoHopGroup(ParamGroup):
 
     def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:
         """Start the reduce-scatter of the sum over shards, which has the layout of the inner shard, over the replicas."""
-        places = self.shard_layout.offsets
-        parts = [reduced[place.unsharded_offset :][: prod(place.shape)].view(place.shape) for place in places]
+        ranks, places = self.shard_layout.ranks, self.shard_layout.offsets
+        parts = [reduced[ranks * place.offset :][: prod(place.shape)].view(place.shape) for place in places]
         inputs, outputs = zip(*pack(self._scatter, parts, total, torch.empty, factor=1.0, in_place=False))
         started = replicas.reduce_scatter(outputs, inputs, 1.0)
         return StartedWork(() if started is None else (started,), partial(_release, [inputs]))
