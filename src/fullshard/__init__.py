@@ -24,7 +24,6 @@ from fullshard.checks.watchdog import positions
 from fullshard.comm.base import Collectives
 from fullshard.comm.streams import Lane
 from fullshard.comm.traffic import Message
-from fullshard.core.mesh import DataParallelMeshDims
 from fullshard.core.param_sharding import ShardPlacementResult
 from fullshard.errors import InternalError, StateError
 from fullshard.ext import *
@@ -79,7 +78,6 @@ __all__ = [
     "CheckPolicy",
     "Collectives",
     "CommPolicy",
-    "DataParallelMeshDims",
     "Explanation",
     "FSDPModule",
     "InternalError",

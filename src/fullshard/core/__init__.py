@@ -42,7 +42,16 @@ from fullshard.core.layout import (
     plan_layout,
     staging_limit,
 )
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, resolve_mesh, subgroup_of
+from fullshard.core.mesh import (
+    NAMED_AXES,
+    MeshDims,
+    ShardAxis,
+    axis_of,
+    resolve_mesh,
+    shard_placement,
+    subgroup_of,
+    unpickled_axis,
+)
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
 from fullshard.core.packing import ReductionPlan, pack
 from fullshard.core.param_group import ParamGroup, group_class, register_group

@@ -5,61 +5,31 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard import _torch
 from fullshard.errors import warn_once
 
 
-@dataclass(frozen=True)
-class DataParallelMeshDims:
-    """Names of the data-parallel axes of a full mesh. Each option is one name, several names, or None.
-
-    Args:
-        shard: axes to shard parameters over; several are flattened into one axis, in mesh order.
-        replicate: axes to also average gradients over (hybrid sharding, or plain data parallelism without `shard`).
-
-    Raises:
-        ValueError: if both options are None or empty, or one is no name.
-
-    Example:
-        >>> mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("rep", "dp", "tp"))    # doctest: +SKIP
-        >>> fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp", "rep"))     # doctest: +SKIP
-
-    Source: `torch.distributed.fsdp.DataParallelMeshDims` (torch 2.13).
-    """
-
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("shard", "replicate"):
-            value = getattr(self, key)
-            if not all(isinstance(name, str) for name in _listed(value)):
-                raise ValueError(f"{key}= of DataParallelMeshDims must be a name, a tuple of names or None, got {value!r}.")
-        if not (self.shard_names or self.replicate_names):
-            given = "None for both" if self.shard is self.replicate is None else f"{self.shard!r} and {self.replicate!r}"
-            raise ValueError(f"Expected at least one axis in shard= or replicate= of DataParallelMeshDims, got {given}.")
+class MeshDims(Protocol):
+    """Names of the data-parallel axes of a mesh of all parallelisms."""
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """Names of the axes to shard over."""
-        return _listed(self.shard)
+        """Axes to shard over."""
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """Names of the axes to replicate over."""
-        return _listed(self.replicate)
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    return () if value is None else tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        """Axes to replicate over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +51,6 @@ class ShardAxis:
     rank: int  # coordinate of this rank on the axis
     device: torch.device  # of this rank
     replicas: ReplicateAxis | None = None  # axis that shards are replicated over
-    full_mesh: DeviceMesh | None = None  # mesh of all parallelisms, on which parameters are DTensors already
-    dims: DataParallelMeshDims | None = None  # the data-parallel axes of `full_mesh`
     is_replicated: bool = False  # made by `replicated_axis`: it only replicates, although its mesh has an axis to shard over
     # For an axis of all ranks of a hybrid mesh, the axis of that mesh. Training communicates over it in two hops, one per axis
     # of that mesh, and logs there.
@@ -115,11 +83,42 @@ class ShardAxis:
         return id(self.group), id(self.replicas.group if self.replicas else None)
 
     @property
-    def data_axes(self) -> tuple[int, ...]:
-        """Indices of the data-parallel axes of `full_mesh`, or else of `mesh`; those that are sharded over come last."""
-        if self.full_mesh is None or self.dims is None:
-            return tuple(range(self.mesh.ndim))
-        return tuple(map(_names_of(self.full_mesh).index, (*self.dims.replicate_names, *self.dims.shard_names)))
+    def partial_axes(self) -> tuple[int, ...]:
+        """Axes of a parameter's own mesh over which its gradients stay partial, since the reduction of the unit sums them."""
+        return ()
+
+    def place(self, parameter: nn.Parameter, dim: int, *, name: str) -> tuple[DeviceMesh, list[Placement], tuple[int, ...]]:
+        """Return mesh and placements of the sharded parameter, and the data-parallel axes of that mesh, the shard axis last.
+
+        Raises ValueError for a DTensor whose mesh cannot be joined with this one.
+        """
+        mesh = self.mesh
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        others: Sequence[Placement] = ()
+        if isinstance(parameter, DTensor):  # of tensor parallelism, whose axes come last
+            mesh, others = self._joined_with(parameter.device_mesh, name=name), parameter.placements
+        if self.group is not None:
+            sizes = mesh.mesh.shape[self.mesh.ndim :]
+            placements[-1] = shard_placement(dim, zip(others, sizes))
+        return mesh, [*placements, *others], tuple(range(self.mesh.ndim))
+
+    def _joined_with(self, mesh: DeviceMesh, *, name: str) -> DeviceMesh:
+        """Return one mesh with the axes of this one, followed by the axes of the mesh of parameter `name`."""
+        if mesh.device_type != self.mesh.device_type:
+            kind = self.mesh.device_type
+            raise ValueError(f"Expected parameter '{name}' on a mesh of {kind} devices, got a DTensor on {mesh}.")
+        try:
+            joined = _torch.join_meshes([(self.hybrid or self).mesh, mesh])
+        except (RuntimeError, ValueError, AssertionError, TypeError) as error:
+            raise ValueError(
+                f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {self.mesh} ({error}). Take both "
+                "from one mesh with names, init_device_mesh(type, sizes, mesh_dim_names=...), as mesh['dp'] and mesh['tp']."
+            ) from None
+        if self.hybrid is None:
+            return joined
+        ranks = joined.mesh.transpose(0, 1).flatten(0, 1)  # of (replicate, shard, ...)
+        groups = [self.group, *_torch.groups_of(mesh)]
+        return _torch.mesh_of_groups(mesh.device_type, ranks, groups, (*_names_of(self.mesh), *_names_of(mesh)))
 
     def of_all_ranks(self) -> ShardAxis:
         """Return an axis that shards over all ranks of a hybrid mesh, else this one. Collective: it may create a group.
@@ -142,23 +141,26 @@ class ShardAxis:
         rank = self.rank * replicas.ranks + replicas.rank
         return ShardAxis(mesh, group, ranks.numel(), rank, self.device, hybrid=self)
 
-    def joined_with(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return one mesh with the axes of `self.mesh`, followed by the axes of `mesh`, of the same root mesh."""
-        if self.hybrid is None:
-            return _torch.join_meshes([self.mesh, mesh])
-        ranks = _torch.join_meshes([self.hybrid.mesh, mesh]).mesh.transpose(0, 1).flatten(0, 1)  # of (replicate, shard, ...)
-        groups = [self.group, *_torch.groups_of(mesh)]
-        return _torch.mesh_of_groups(mesh.device_type, ranks, groups, (*_names_of(self.mesh), *_names_of(mesh)))
-
     def __reduce__(self) -> tuple[Any, ...]:  # process groups cannot be pickled
         if self.hybrid is not None:
             return ShardAxis.of_all_ranks, (self.hybrid,)
-        return _unpickle_axis, (self.mesh if self.full_mesh is None else self.full_mesh, self.dims, self.is_replicated)
+        return unpickled_axis, (self.mesh, None, self.is_replicated)
 
 
-def _unpickle_axis(mesh: DeviceMesh, dims: DataParallelMeshDims | None, is_replicated: bool) -> ShardAxis:
+def unpickled_axis(mesh: DeviceMesh, dims: MeshDims | None, is_replicated: bool) -> ShardAxis:
+    """Return the axis that `ShardAxis.__reduce__` describes."""
     axis = resolve_mesh(mesh, dims)
     return replicated_axis(axis) if is_replicated else axis
+
+
+def shard_placement(dim: int, inner: Iterable[tuple[Placement, int]]) -> Placement:
+    """Return the placement of the FSDP shard: `_StridedShard` if tensor parallelism already shards `dim`, else `Shard`.
+
+    `inner`: placement on each axis right of the shard axis, and the size of that axis.
+    """
+    # DTensor applies placements from left to right, but FSDP shards last, on an axis left of these: hence the split factor
+    factor = prod(size for placement, size in inner if _torch.is_shard(placement, dim))
+    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -226,7 +228,11 @@ def _group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dis
     return subgroup_of(owner, role, ranks, name=f"mesh {before}")
 
 
-def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> ShardAxis:
+NAMED_AXES: list[Callable[[DeviceMesh, MeshDims], ShardAxis]] = []
+"""The function that returns the axis of a mesh of all parallelisms, by the names of its data-parallel axes."""
+
+
+def resolve_mesh(mesh: DeviceMesh | None, dims: MeshDims | None = None) -> ShardAxis:
     """Return the shard axis of `mesh`, with the replicate axis if it has one.
 
     Without a mesh, build a 1-D mesh over the default process group, which is initialized if necessary. A mesh of one axis is
@@ -255,14 +261,14 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             "Call fully_shard only on the ranks of the mesh."
         )
     if dims is not None:
-        return _named_axes(mesh, dims)
+        return NAMED_AXES[0](mesh, dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"Expected a mesh of one axis (shard) or two axes (replicate, shard), got {mesh.ndim} axes of sizes "
             f"{tuple(mesh.mesh.shape)}. Select axes with mesh['name'], or name them with dp_mesh_dims=."
         )
     _warn_of_names(mesh)
-    return _axis_of(mesh)
+    return axis_of(mesh)
 
 
 def _warn_of_names(mesh: DeviceMesh) -> None:
@@ -309,35 +315,12 @@ def check_order(mesh: DeviceMesh, dim: int) -> None:
         )
 
 
-def _axis_of(mesh: DeviceMesh, *, shards: bool = True, **full: Any) -> ShardAxis:
+def axis_of(mesh: DeviceMesh, kind: type[ShardAxis] = ShardAxis, *, shards: bool = True, **more: Any) -> ShardAxis:
     """Return the axis of a mesh (shard), (replicate, shard) or, without `shards`, (replicate)."""
     device, replicas, last = _torch.device_of(mesh.device_type), None, mesh.ndim - 1
     if last or not shards:
         replicas = ReplicateAxis(mesh.get_group(0), mesh.size(0), mesh.get_local_rank(0))
     if not shards:
-        return ShardAxis(mesh, None, 1, 0, device, replicas, **full)
+        return kind(mesh, None, 1, 0, device, replicas, **more)
     check_order(mesh, last)
-    return ShardAxis(mesh, mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last), device, replicas, **full)
-
-
-def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> ShardAxis:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ValueError("dp_mesh_dims names axes, but the mesh has no axis names. Pass mesh_dim_names= to init_device_mesh().")
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in names:
-            raise ValueError(f"dp_mesh_dims names the axis '{name}', but the mesh has the axes {names}.")
-    both = set(dims.shard_names) & set(dims.replicate_names)
-    if both:
-        raise ValueError(f"dp_mesh_dims names {sorted(both)} both as shard and as replicate. Name each axis only once.")
-    indices = sorted(names.index(name) for name in dims.shard_names)
-    if indices and indices != list(range(indices[0], indices[0] + len(indices))):
-        raise ValueError(
-            f"dp_mesh_dims shards over {dims.shard_names}, which are not adjacent in the mesh axes {names}. "
-            "Shard axes are flattened into one axis, so build the mesh with adjacent shard axes."
-        )
-    shard = [_torch.flat_axis(mesh, tuple(names[i] for i in indices))] if indices else []
-    replicate = [_torch.flat_axis(mesh, dims.replicate_names)] if dims.replicate_names else []
-    parts = [*replicate, *shard]
-    joined = parts[0] if len(parts) == 1 else _torch.join_meshes(parts)
-    return _axis_of(joined, shards=bool(shard), full_mesh=mesh, dims=dims)
+    return kind(mesh, mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last), device, replicas, **more)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from fullshard import _torch
 from fullshard.core.layout import Extent, has_few_rows
@@ -160,9 +159,8 @@ class ParamSharding:
                     f"Expected the gradient of parameter '{name}' to be a DTensor on {parallel.mesh}, got one on "
                     f"{tensor.device_mesh}."
                 )
-            # over data-parallel axes of a full mesh the gradient stays partial: the reduce-scatter sums it
             target = list(parallel.placements)
-            for axis in self.axis.data_axes if self.axis.full_mesh is not None else ():
+            for axis in self.axis.partial_axes:
                 target[axis] = tensor.placements[axis]
             if list(tensor.placements) != target:
                 tensor = tensor.redistribute(parallel.mesh, target)
@@ -198,52 +196,25 @@ def plan_sharding(
             f"parameter '{name}' is a DTensor with placements {parameter.placements} and cannot be sharded with {partial}. "
             "redistribute() it to Shard or Replicate first."
         )
-    if parameter.ndim == 0:
-        return _replicate_scalar(parameter, replicated_axis(axis), name=name)
-    if not -parameter.ndim <= dim < parameter.ndim:
+    local = _torch.local_part(parameter.data)
+    local_shape = local.shape
+    if parameter.ndim == 0:  # replicated on all ranks; its gradients are averaged as usual
+        axis, dim, local_shape = replicated_axis(axis), 0, torch.Size((1,))
+    elif not -parameter.ndim <= dim < parameter.ndim:
         raise ValueError(
             f"Expected shard_placement_fn to return a dim of parameter '{name}' of shape {tuple(parameter.shape)}, "
             f"0 to {parameter.ndim - 1}, got dim {dim}."
         )
-    dim %= parameter.ndim
-    if axis.full_mesh is not None:
-        return _plan_on_full_mesh(parameter, axis, dim, name=name)
-    local = _torch.local_part(parameter.data)
-    if over_replicas and not has_few_rows(local.shape, dim, itemsize=local.itemsize, ranks=axis.ranks * axis.replica_count):
-        axis = axis.of_all_ranks()
-    mesh, parallel = axis.mesh, None
-    shard: Placement = Shard(dim)
-    others: tuple[Placement, ...] = ()
+    else:
+        dim %= parameter.ndim
+        ranks = axis.ranks * axis.replica_count
+        if over_replicas and not has_few_rows(local_shape, dim, itemsize=local.itemsize, ranks=ranks):
+            axis = axis.of_all_ranks()
+    mesh, placements, data_axes = axis.place(parameter, dim, name=name)
+    parallel = None
     if isinstance(parameter, DTensor):
-        mesh, others = _joined_mesh(parameter, axis, name=name), tuple(parameter.placements)
-        shard = _shard_placement(dim, others, parameter.device_mesh)
-        parallel = TensorParallelSpec(parameter.device_mesh, others)
-    own = [*([Replicate()] if axis.replicas is not None else []), *([shard] if axis.group is not None else [])]
-    return ParamSharding(axis, dim, parameter.shape, local.shape, mesh, (*own, *others), axis.data_axes, parallel)
-
-
-def _joined_mesh(parameter: DTensor, axis: ShardAxis, *, name: str) -> DeviceMesh:
-    """Return one mesh with the axes of `axis`, followed by the axes of the parameter's mesh."""
-    mesh = parameter.device_mesh
-    if mesh.device_type != axis.mesh.device_type:
-        raise ValueError(f"Expected parameter '{name}' on a mesh of {axis.mesh.device_type} devices, got a DTensor on {mesh}.")
-    try:
-        return axis.joined_with(mesh)
-    except (RuntimeError, ValueError, AssertionError, TypeError) as error:
-        raise ValueError(
-            f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {axis.mesh} ({error}). Take both from "
-            "one mesh with names, init_device_mesh(type, sizes, mesh_dim_names=...), as mesh['dp'] and mesh['tp']."
-        ) from None
-
-
-def _replicate_scalar(parameter: nn.Parameter, axis: ShardAxis, *, name: str) -> ParamSharding:
-    """Return a sharding that replicates a scalar on all ranks. Its gradients are averaged as usual."""
-    mesh, parallel = axis.mesh, None
-    if isinstance(parameter, DTensor):
-        mesh = _joined_mesh(parameter, axis, name=name) if axis.full_mesh is None else parameter.device_mesh
         parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements))
-    placements = (Replicate(),) * mesh.ndim
-    return ParamSharding(axis, 0, parameter.shape, torch.Size((1,)), mesh, placements, axis.data_axes, parallel)
+    return ParamSharding(axis, dim, parameter.shape, local_shape, mesh, tuple(placements), data_axes, parallel)
 
 
 def _requested_placement(
@@ -271,43 +242,3 @@ def _requested_placement(
         if mesh is not axis.mesh:
             axis = resolve_mesh(mesh)
     return (0 if chosen.placement is None else chosen.placement.dim), axis
-
-
-def _shard_placement(dim: int, others: tuple[Placement, ...], mesh: DeviceMesh, first: int = 0) -> Placement:
-    """Return the placement of the FSDP shard: `_StridedShard` if tensor parallelism already shards `dim`, else `Shard`.
-
-    `others` are the placements of tensor parallelism on the axes of `mesh`, of which `first` is the one after the shard axis.
-    """
-    # DTensor applies placements from left to right, but FSDP shards last, on an axis left of these: hence the split factor
-    factor = prod(mesh.size(axis) for axis in range(first, len(others)) if _torch.is_shard(others[axis], dim))
-    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
-
-
-def _plan_on_full_mesh(parameter: nn.Parameter, axis: ShardAxis, dim: int, *, name: str) -> ParamSharding:
-    """Return the sharding of a DTensor that is already on the full mesh of the unit."""
-    mesh, dims = axis.full_mesh, axis.dims
-    assert mesh is not None and dims is not None and mesh.mesh_dim_names is not None
-    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
-        where = parameter.device_mesh if isinstance(parameter, DTensor) else "no mesh (a plain tensor)"
-        raise ValueError(
-            f"With dp_mesh_dims, every parameter must be a DTensor on the full mesh {mesh}, got parameter '{name}' on {where}. "
-            "distribute_tensor() it there, with Replicate() on the data-parallel axes."
-        )
-    names, placements = mesh.mesh_dim_names, tuple(parameter.placements)
-    for index in axis.data_axes:
-        if not placements[index].is_replicate():
-            raise ValueError(
-                f"Expected Replicate() for parameter '{name}' on the data-parallel axis '{names[index]}' before fully_shard, "
-                f"got {placements[index]}."
-            )
-    parallel = TensorParallelSpec(mesh, placements)
-    sharded_mesh, shards = mesh, sorted(map(names.index, dims.shard_names))
-    if shards:
-        first, end = shards[0], shards[-1] + 1
-        placements = (*placements[:first], _shard_placement(dim, placements, mesh, first=end), *placements[end:])
-    if len(shards) > 1:  # in the mesh of the sharded DTensor the shard axes, which are adjacent, are flattened into one
-        flat = _torch.flat_axis(mesh, names[first:end])
-        sharded_mesh = _torch.join_meshes([*(mesh[n] for n in names[:first]), flat, *(mesh[n] for n in names[end:])])
-    data = (*map((sharded_mesh.mesh_dim_names or ()).index, dims.replicate_names), *shards[:1])
-    local_shape = _torch.local_tensor(parameter).shape
-    return ParamSharding(axis, dim, parameter.shape, local_shape, sharded_mesh, placements, data, parallel)

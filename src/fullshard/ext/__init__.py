@@ -21,6 +21,7 @@ from fullshard.ext.collectives import AllGather, Comm, ReduceScatter
 from fullshard.ext.finalize import GradientReductionHandle
 from fullshard.ext.forward_methods import register_fsdp_forward_method
 from fullshard.ext.fsdp2_names import share_comm_ctx
+from fullshard.ext.full_mesh import DataParallelMeshDims
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
@@ -29,6 +30,7 @@ from fullshard.ext.undo import undo
 __all__ = [
     "AllGather",
     "Comm",
+    "DataParallelMeshDims",
     "GradientReductionHandle",
     "ReduceScatter",
     "any_failed",

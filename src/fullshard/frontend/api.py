@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
-from fullshard.core.mesh import DataParallelMeshDims, ShardAxis, check_order, resolve_mesh
+from fullshard.core.mesh import MeshDims, ShardAxis, check_order, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
 from fullshard.core.param_group import group_class
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
@@ -61,7 +61,7 @@ def fully_shard(  # type: ignore[misc]
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
+    dp_mesh_dims: MeshDims | None = None,
     comm_policy: CommPolicy = CommPolicy(),
     check_policy: CheckPolicy = CheckPolicy(),
     sync: str = "check",
@@ -98,7 +98,7 @@ def fully_shard(  # type: ignore[misc]
         mp_policy: dtypes of computation, communication and outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters to leave alone: not sharded, not moved, and their gradients not reduced.
-        dp_mesh_dims: the data-parallel dims of `mesh`, which is then the full mesh of the program. All parameters must be
+        dp_mesh_dims: `DataParallelMeshDims` of `mesh`, which is then the full mesh of the program. All parameters must be
             DTensors on that mesh.
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
@@ -178,7 +178,7 @@ class PreparedShard:
         states: StateSharding = ZERO3,
         mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
         offload_policy: OffloadPolicy = OffloadPolicy(),
-        dp_mesh_dims: DataParallelMeshDims | None = None,
+        dp_mesh_dims: MeshDims | None = None,
         comm_policy: CommPolicy = CommPolicy(),
         check_policy: CheckPolicy = CheckPolicy(),
         sync: str = "check",
@@ -197,7 +197,7 @@ class PreparedShard:
         self._mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         self._axis, self._placement_fn = resolve_mesh(mesh, dp_mesh_dims), shard_placement_fn
         if states.shards_over_replicas:
-            _check_replicas_to_shard(self._axis)
+            _check_replicas_to_shard(self._axis, dp_mesh_dims)
         keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, self._axis.ranks, states)
         self._options = UnitOptions(
             keep_after_forward=keep_after_forward,
@@ -300,9 +300,9 @@ class PreparedShard:
 # --- checks, before anything has changed -----------------------------------------------------------------------------
 
 
-def _check_replicas_to_shard(axis: ShardAxis) -> None:
+def _check_replicas_to_shard(axis: ShardAxis, dims: MeshDims | None) -> None:
     """Raise ValueError unless the mesh has replicas, over which a level can shard the optimizer's states."""
-    if axis.full_mesh is not None:
+    if dims is not None:
         raise ValueError(
             "states= with optimizer=('replicate', 'shard') cannot be combined with dp_mesh_dims=. Pass the two data-parallel "
             "dims as mesh=, as in mesh['replicate', 'shard'], with parameters that are DTensors on the other dims."

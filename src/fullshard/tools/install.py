@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch, ext
 from fullshard.core import (
-    DataParallelMeshDims,
     ShardedDTensor,
     current_parameter,
     logical_parameters,
@@ -123,11 +122,10 @@ def _unscale(
 
 # --- names ---------------------------------------------------------------------------------------------------------------
 
-_NAMES_OF_EXT = ("GradientReductionHandle", "register_fsdp_forward_method", "share_comm_ctx")
+_NAMES_OF_EXT = ("DataParallelMeshDims", "GradientReductionHandle", "register_fsdp_forward_method", "share_comm_ctx")
 _REPLACEMENTS: dict[str, Any] = {
     "clip_grad_norm_": _clip,
     "CPUOffloadPolicy": CPUOffloadPolicy,
-    "DataParallelMeshDims": DataParallelMeshDims,
     "FSDPModule": FSDPModule,
     "MixedPrecisionPolicy": MixedPrecisionPolicy,
     "OffloadPolicy": OffloadPolicy,
