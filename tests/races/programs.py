@@ -27,6 +27,7 @@ import fullshard
 from fullshard import CheckPolicy, CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.comm.streams import DeviceStream, Lane
 from fullshard.core import layout, unit_of
+from fullshard.ext import two_hops
 from fullshard.policies import PRESETS
 
 
@@ -257,8 +258,8 @@ def limits(nbytes: int | None) -> Iterator[None]:
     """A block in which staging, and messages of their own, are of so many bytes."""
     with ExitStack() as stack:
         if nbytes is not None:
-            for limit in ("MIN_MESSAGE", "LEAST_PADDING"):
-                stack.enter_context(mock.patch.object(layout, limit, nbytes // 4))
+            for module, limit in ((layout, "MIN_MESSAGE"), (two_hops, "LEAST_PADDING")):
+                stack.enter_context(mock.patch.object(module, limit, nbytes // 4))
             stack.enter_context(mock.patch.object(layout, "slice_limit", lambda of: nbytes))
         # a matrix in each bucket
         stack.enter_context(mock.patch.object(fullshard.plan_owners, "__kwdefaults__", {"bucket_nbytes": 1}))

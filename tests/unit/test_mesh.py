@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard import DataParallelMeshDims
 from fullshard.core.mesh import group_of, replicated_axis, resolve_mesh
+from fullshard.ext.two_hops import over_all_ranks
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_hybrid_meshes_that_share_their_shard_dim_have_groups_of_their_own(eight
     assert axes[0].group is axes[1].group
     everywhere = [replicated_axis(axis).replicas for axis in axes]
     assert [sorted(dist.get_process_group_ranks(one.group)) for one in everywhere if one] == [[0, 2, 4, 6], [0, 1, 2, 3]]
-    shards = [axis.of_all_ranks().group for axis in axes]
+    shards = [over_all_ranks(axis).group for axis in axes]
     assert [sorted(dist.get_process_group_ranks(one)) for one in shards] == [[0, 2, 4, 6], [0, 1, 2, 3]]
 
 

@@ -38,7 +38,6 @@ from fullshard.core.layout import (
     GroupLayout,
     ParamOffsets,
     ReductionLayout,
-    has_few_rows,
     plan_layout,
     staging_limit,
 )
@@ -47,6 +46,7 @@ from fullshard.core.mesh import (
     MeshDims,
     ShardAxis,
     axis_of,
+    group_of_mesh,
     resolve_mesh,
     shard_placement,
     subgroup_of,
@@ -55,7 +55,7 @@ from fullshard.core.mesh import (
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
 from fullshard.core.packing import ReductionPlan, pack
 from fullshard.core.param_group import ParamGroup, group_class, register_group
-from fullshard.core.param_sharding import ParamSharding, PlacementFn
+from fullshard.core.param_sharding import CHOOSE_AXIS, ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient
 from fullshard.core.runtime import Runtime, make_unit

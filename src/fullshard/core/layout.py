@@ -12,7 +12,6 @@ KIB, MIB = 1 << 10, 1 << 20
 # A direct parameter has a collective of its own; packed parameters share one (see `DirectRule`).
 MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a direct parameter that the default rule chooses
 MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a direct parameter that the default rule chooses
-LEAST_PADDING = 1 * MIB  # `has_few_rows` allows padding of fewer bytes
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
 MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
 MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters that may be direct
@@ -80,13 +79,6 @@ class DirectRule:
                 direct.add(index)
                 packed -= message
         return direct
-
-
-def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
-    """Return True if at least half of a parameter's equal chunks would be padding, and at least LEAST_PADDING bytes."""
-    rows, nbytes = shape[dim], prod(shape) * itemsize
-    padded = _ceil_div(rows, ranks) * ranks * (nbytes // rows) if rows else 0
-    return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -108,42 +107,18 @@ class ShardAxis:
             kind = self.mesh.device_type
             raise ValueError(f"Expected parameter '{name}' on a mesh of {kind} devices, got a DTensor on {mesh}.")
         try:
-            joined = _torch.join_meshes([(self.hybrid or self).mesh, mesh])
+            return self.joined_with(mesh)
         except (RuntimeError, ValueError, AssertionError, TypeError) as error:
             raise ValueError(
                 f"parameter '{name}' is a DTensor on {mesh}, which cannot be combined with {self.mesh} ({error}). Take both "
                 "from one mesh with names, init_device_mesh(type, sizes, mesh_dim_names=...), as mesh['dp'] and mesh['tp']."
             ) from None
-        if self.hybrid is None:
-            return joined
-        ranks = joined.mesh.transpose(0, 1).flatten(0, 1)  # of (replicate, shard, ...)
-        groups = [self.group, *_torch.groups_of(mesh)]
-        return _torch.mesh_of_groups(mesh.device_type, ranks, groups, (*_names_of(self.mesh), *_names_of(mesh)))
 
-    def of_all_ranks(self) -> ShardAxis:
-        """Return an axis that shards over all ranks of a hybrid mesh, else this one. Collective: it may create a group.
-
-        Its ranks are ordered by the shard dim first, so that the shards of one replicate group are neighbours: together they
-        are what the hybrid mesh alone would give to each rank of that group.
-
-            mesh (replicate, shard) of ranks   0 1 2     order   0 3 | 1 4 | 2 5
-                                               3 4 5
-        """
-        replicas = self.replicas
-        if replicas is None or replicas.ranks == 1 or self.group is None:
-            return self
-        ranks = self.mesh.mesh.t().contiguous().flatten()
-        group = _group_of_mesh(self.group, "all shards", ranks.tolist())
-        mesh = _MESHES_OF_ALL.get(group)
-        if mesh is None:
-            name = "_".join(reversed(_names_of(self.mesh) or ("replicate", "shard")))
-            mesh = _MESHES_OF_ALL[group] = _torch.mesh_of_groups(self.mesh.device_type, ranks, [group], (name,))
-        rank = self.rank * replicas.ranks + replicas.rank
-        return ShardAxis(mesh, group, ranks.numel(), rank, self.device, hybrid=self)
+    def joined_with(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return one mesh with the axes of this one, followed by the axes of `mesh`."""
+        return _torch.join_meshes([self.mesh, mesh])
 
     def __reduce__(self) -> tuple[Any, ...]:  # process groups cannot be pickled
-        if self.hybrid is not None:
-            return ShardAxis.of_all_ranks, (self.hybrid,)
         return unpickled_axis, (self.mesh, None, self.is_replicated)
 
 
@@ -162,13 +137,6 @@ def shard_placement(dim: int, inner: Iterable[tuple[Placement, int]]) -> Placeme
     factor = prod(size for placement, size in inner if _torch.is_shard(placement, dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
-
-def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    return mesh.mesh_dim_names or ()
-
-
-# by process group: the mesh that `of_all_ranks` made
-_MESHES_OF_ALL: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 
 # (id of the owner, role, ranks) -> (owner, subgroup). Keeping the owner keeps its id from being reused.
 _SUBGROUPS: dict[tuple[int, str, tuple[int, ...]], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -215,12 +183,12 @@ def replicated_axis(axis: ShardAxis) -> ShardAxis:
         return axis
     group = axis.group
     if axis.replicas is not None:
-        group = _group_of_mesh(group, "everywhere", axis.mesh.mesh.flatten().tolist())
+        group = group_of_mesh(group, "everywhere", axis.mesh.mesh.flatten().tolist())
     replicas = ReplicateAxis(group, group.size(), group.rank())
     return replace(axis, group=None, ranks=1, rank=0, replicas=replicas, is_replicated=True)
 
 
-def _group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
+def group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
     """Return the process group of all ranks of a hybrid mesh for a role. The first call creates it, as a collective."""
     _forget_dead_subgroups()
     # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from fullshard import _torch
-from fullshard.core.layout import Extent, has_few_rows
+from fullshard.core.layout import Extent
 from fullshard.core.mesh import ShardAxis, replicated_axis, resolve_mesh
 from fullshard.errors import StateError
+from fullshard.policies import StateSharding
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,16 @@ def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     return same_ranks and tuple(value.placements) == tuple(placements)
 
 
+CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] = []
+"""Called with the axis of a unit, its level, and values and dim of a parameter; return the axis to shard it over."""
+
+
 def plan_sharding(
-    parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, *, name: str, over_replicas: bool = False
+    parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding, *, name: str
 ) -> ParamSharding:
     """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`.
 
-    `over_replicas`: over all ranks of a hybrid mesh, unless it has too few rows. Raises ValueError if it cannot be sharded that
-    way.
+    Raises ValueError if it cannot be sharded that way.
     """
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
     if isinstance(parameter, DTensor) and (partial := [one for one in parameter.placements if one.is_partial()]):
@@ -207,9 +211,8 @@ def plan_sharding(
         )
     else:
         dim %= parameter.ndim
-        ranks = axis.ranks * axis.replica_count
-        if over_replicas and not has_few_rows(local_shape, dim, itemsize=local.itemsize, ranks=ranks):
-            axis = axis.of_all_ranks()
+        for choose in CHOOSE_AXIS:
+            axis = choose(axis, states, local, dim)
     mesh, placements, data_axes = axis.place(parameter, dim, name=name)
     parallel = None
     if isinstance(parameter, DTensor):

@@ -6,6 +6,8 @@ reduction    gradients --reduce-scatter over shards--> sum over shards --reduce-
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -13,8 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard import _torch
 from fullshard.core import (
+    CHOOSE_AXIS,
     Bucket,
     Collectives,
     Communicator,
@@ -30,11 +36,73 @@ from fullshard.core import (
     StartedWork,
     UnshardedBuffer,
     Work,
+    group_class,
+    group_of_mesh,
     is_plain,
     pack,
     register_group,
 )
-from fullshard.policies import Dtypes
+from fullshard.policies import Dtypes, StateSharding
+
+LEAST_PADDING = 1 << 20  # `has_few_rows` allows padding of fewer bytes
+
+
+def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
+    """Return True if at least half of a parameter's equal chunks would be padding, and at least LEAST_PADDING bytes."""
+    rows, nbytes = shape[dim], prod(shape) * itemsize
+    padded = (rows + -rows % ranks) * (nbytes // rows) if rows else 0
+    return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING
+
+
+class AllRanksAxis(ShardAxis):
+    """Axis over all ranks of a hybrid mesh, whose own axis is `hybrid`."""
+
+    def joined_with(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return one mesh with this axis, followed by the axes of `mesh`."""
+        assert self.hybrid is not None
+        ranks = self.hybrid.joined_with(mesh).mesh.transpose(0, 1).flatten(0, 1)  # of (replicate, shard, ...)
+        names = (*(self.mesh.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
+        return _torch.mesh_of_groups(mesh.device_type, ranks, [self.group, *_torch.groups_of(mesh)], names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return over_all_ranks, (self.hybrid,)
+
+
+# by process group: the mesh that `over_all_ranks` made
+_MESHES: weakref.WeakKeyDictionary[ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+
+
+def over_all_ranks(hybrid: ShardAxis) -> ShardAxis:
+    """Return an axis that shards over all ranks of a hybrid mesh; other axes unchanged. Collective: it may create a group.
+
+    Its ranks are ordered by the shard dim first, so that the shards of one replicate group are neighbours: together they are
+    what the hybrid mesh alone would give to each rank of that group.
+
+        mesh (replicate, shard) of ranks   0 1 2     order   0 3 | 1 4 | 2 5
+                                           3 4 5
+    """
+    replicas = hybrid.replicas
+    if replicas is None or replicas.ranks == 1 or hybrid.group is None:
+        return hybrid
+    ranks = hybrid.mesh.mesh.t().contiguous().flatten()
+    group = group_of_mesh(hybrid.group, "all shards", ranks.tolist())
+    mesh = _MESHES.get(group)
+    if mesh is None:
+        name = "_".join(reversed(hybrid.mesh.mesh_dim_names or ("replicate", "shard")))
+        mesh = _MESHES[group] = _torch.mesh_of_groups(hybrid.mesh.device_type, ranks, [group], (name,))
+    rank = hybrid.rank * replicas.ranks + replicas.rank
+    return AllRanksAxis(mesh, group, ranks.numel(), rank, hybrid.device, hybrid=hybrid)
+
+
+def _axis_for(axis: ShardAxis, states: StateSharding, values: Tensor, dim: int) -> ShardAxis:
+    """Return the axis over all ranks for a level that shards over replicas, for parameters of enough rows in flat groups."""
+    if not states.shards_over_replicas or not group_class(values, axis).flat:
+        return axis
+    ranks = axis.ranks * axis.replica_count
+    return axis if has_few_rows(values.shape, dim, itemsize=values.itemsize, ranks=ranks) else over_all_ranks(axis)
+
+
+CHOOSE_AXIS.append(_axis_for)
 
 
 def in_two_hops(layout: GroupLayout, inner: int, outer: int, *, rank: int) -> tuple[GroupLayout, GroupLayout]:

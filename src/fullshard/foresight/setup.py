@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fullshard import _torch
-from fullshard.core import has_few_rows, tensors_in
+from fullshard.core import tensors_in
+from fullshard.ext.two_hops import has_few_rows
 from fullshard.foresight.optimizer import Factory, OptimizerStep, muon_with_adamw, optimizer_factory, optimizer_step
 from fullshard.foresight.owners import owner_step
 from fullshard.foresight.precision import Precision

@@ -21,10 +21,10 @@ from fullshard.core import (
     StartedWork,
     UnitOptions,
     UnitRecord,
-    has_few_rows,
     message_length,
 )
 from fullshard.errors import check_int
+from fullshard.ext.two_hops import has_few_rows
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger

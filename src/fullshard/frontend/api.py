@@ -356,9 +356,7 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
 
 def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding) -> ParamSharding:
     tensor = _torch.local_part(ref.parameter.data)
-    # A parameter with a group of its own is not all-gathered in two hops, so it is sharded over the shard dim only.
-    over_replicas = states.shards_over_replicas and group_class(tensor, axis).flat
-    how = plan_sharding(ref.parameter, axis, placement_fn, name=ref.name, over_replicas=over_replicas)
+    how = plan_sharding(ref.parameter, axis, placement_fn, states, name=ref.name)
     group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
     return how
     return how
