@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fullshard import _torch
+from fullshard import _torch, ext
 from fullshard.core import tensors_in
-from fullshard.ext.two_hops import has_few_rows
 from fullshard.foresight.optimizer import Factory, OptimizerStep, muon_with_adamw, optimizer_factory, optimizer_step
 from fullshard.foresight.owners import owner_step
 from fullshard.foresight.precision import Precision
@@ -485,7 +484,7 @@ def _local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[
         if shape:
             everywhere = ranks * replicas
             divided = options[entry.name].get("states", traced.arguments.states).shards_over_replicas
-            if divided and not has_few_rows(shape, dim, itemsize=entry.dtype.itemsize, ranks=everywhere):
+            if divided and not ext.two_hops.has_few_rows(shape, dim, itemsize=entry.dtype.itemsize, ranks=everywhere):
                 mesh = everywhere, 1
             shape[dim] = -(-shape[dim] // mesh[0])
         offload = resolve_offload(options[entry.name].get("offload_policy", traced.arguments.offload_policy))

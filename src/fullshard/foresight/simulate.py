@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from fullshard import ext
 from fullshard.core import (
     Action,
     DirectRule,
@@ -24,7 +25,6 @@ from fullshard.core import (
     message_length,
 )
 from fullshard.errors import check_int
-from fullshard.ext.two_hops import has_few_rows
 from fullshard.foresight.fsdp2 import Fsdp2Group, Fsdp2Reduction
 from fullshard.foresight.group import GroupPlan, SimulatedGroup, SimulatedReduction
 from fullshard.foresight.ledger import Category, Ledger
@@ -504,7 +504,7 @@ def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, s
 
     def stays_replicated(entry: PlanEntry) -> bool:
         dim, ranks = setting.dims.get(entry.name, 0), setting.ranks * setting.replicas
-        return bool(entry.shape) and has_few_rows(entry.shape, dim, itemsize=entry.dtype.itemsize, ranks=ranks)
+        return bool(entry.shape) and ext.two_hops.has_few_rows(entry.shape, dim, itemsize=entry.dtype.itemsize, ranks=ranks)
 
     groups = group_entries(entries, options.mp, stays_replicated if two_hops else None)
     return [
@@ -524,9 +524,7 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
     direct = DirectRule.of(direct_min_bytes, default)
     layout, over_replicas, scatter = group.layout(ranks * outer, direct, dims=setting.dims, outer=outer), None, None
     if two_hops:
-        from fullshard.ext.two_hops import in_two_hops  # here, so that fullshard can be imported without that file
-
-        over_replicas, layout = in_two_hops(layout, ranks, outer, rank=0)
+        over_replicas, layout = ext.two_hops.in_two_hops(layout, ranks, outer, rank=0)
         # `as_is`: the sum over shards has the reduce dtype already.
         scatter = over_replicas.reduction(as_is=True, in_order=not setting.gloo, itemsize=dtypes.reduce.itemsize)
     in_order = ranks > 1 and not setting.gloo
