@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -93,25 +94,44 @@ def turned_into_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
-def set_gradients(
-    parameters: Iterable[Tensor],
+def parts_of(
     flat: Tensor,
     views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]],  # (shape, strides, offset) of each part
     origins: Iterable[Tensor | None],  # a tensor like each part at the start of a storage, as in `dtensor_like`, or None
     specs: Iterable[DTensorSpec],
     keys: Iterable[str],  # the name of an attribute that each gradient gets, with the value `mark`
     mark: object,  # equal for all gradients of one reduction
-) -> None:
-    """Set `.grad` of each sharded parameter to a part of `flat`, the flat gradient, as a DTensor."""
-    # `dtensor_like` is inlined: this loop runs for every parameter in every backward.
-    for parameter, view, origin, spec, key in zip(parameters, views, origins, specs, keys):
+) -> list[DTensor]:
+    """Return parts of `flat`, a flat gradient, as DTensors."""
+    # `dtensor_like` is inlined: this loop may run for every parameter in every backward.
+    made = []
+    for view, origin, spec, key in zip(views, origins, specs, keys):
         local = flat.as_strided(*view)
         like = local if origin is None else origin
-        made = DTensor.__new__(DTensor, like, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
-        made._local_tensor = local
-        made.__dict__[key] = mark
-        parameter.grad = made
+        part = DTensor.__new__(DTensor, like, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        part._local_tensor = local
+        part.__dict__[key] = mark
+        made.append(part)
+    return made
 
+
+def holders(parts: Sequence[DTensor], flat: Tensor) -> tuple[int, ...]:
+    """Return counts of what refers to DTensors over parts of `flat`, in Python and C++, and of what users set on them.
+
+    While they are equal to the counts when only the caller referred to `parts`, they and their memory belong to the caller.
+    """
+    # Private: the C++ reference counts. Each of the counts only increases when somebody else gets a reference.
+    inner: list[Any] = [part._local_tensor for part in parts]
+    return (
+        sum(map(sys.getrefcount, parts)) + sum(map(_use_count, parts)) + sum(map(len, map(vars, parts))),
+        sum(map(sys.getrefcount, inner)) + sum(map(_use_count, inner)),
+        torch._C._storage_Use_Count(flat.untyped_storage()._cdata),  # type: ignore[attr-defined]
+        sum(map(_requires_grad, parts)),
+    )
+
+
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 """Return the tensor object that a DTensor wraps. `to_local()` returns a view of it, and autograd records that."""

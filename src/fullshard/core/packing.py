@@ -15,8 +15,11 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.base import Allocate
 from fullshard.core.layout import GroupLayout, ParamOffsets, Segment, Slice
+from fullshard.core.memory import Memory
 from fullshard.core.unsharded_buffer import dim_permutation
 from fullshard.policies import Dtypes
+
+_grad: Callable[[Any], Any] = operator.attrgetter("grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,38 @@ class ReductionPlan:
             keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
             dtype=dtypes.reduced,
         )
+
+
+class GradientParts:
+    """The gradients of a group as parts of a flat gradient, which are used again while nobody else holds them.
+
+    Creating them costs more than all else that a commit does. A reduction takes them, and its commit gives them back.
+
+    Attributes:
+        flat: the flat gradient, (shard_layout.shard_numel,).
+        grads: its parts as DTensors, in the order of the parameters.
+        is_free: whether its memory is freed, since the user let go of them.
+    """
+
+    __slots__ = ("_counts", "_memory", "_nbytes", "flat", "grads", "is_free")
+
+    def __init__(self, flat: Tensor, grads: Sequence[Any], memory: Memory) -> None:
+        self.flat, self.grads, self.is_free, self._memory = flat, grads, False, memory
+        self._nbytes = flat.untyped_storage().size()
+        self._counts = _torch.holders(grads, flat)
+
+    def free(self, parameters: Sequence[Tensor]) -> None:
+        """Free the memory, if no `.grad` is set and nobody holds a gradient, a view of one, or its memory."""
+        is_set = any(map(operator.is_not, map(_grad, parameters), repeat(None)))
+        if not is_set and _torch.holders(self.grads, self.flat) == self._counts:
+            self.is_free = True
+            self._memory.resize(self.flat.untyped_storage(), 0)
+
+    def allocate(self) -> Tensor:
+        """Allocate the memory again, and return the flat gradient."""
+        self.is_free = False
+        self._memory.resize(self.flat.untyped_storage(), self._nbytes)
+        return self.flat
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -216,4 +251,4 @@ def pack(
     return messages
 
 
-__all__ = ["ReductionPlan", "copy_slice", "pack"]
+__all__ = ["GradientParts", "ReductionPlan", "copy_slice", "pack"]

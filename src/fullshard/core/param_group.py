@@ -21,7 +21,7 @@ from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.memory import Purpose
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.packing import ReductionPlan
+from fullshard.core.packing import GradientParts, ReductionPlan
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter, version_counters
 from fullshard.core.subclasses import is_plain, take_attributes
@@ -102,6 +102,11 @@ class ParamGroup:
             shard_layout=self.shard_layout,
         )
         self.grads = GroupGradients(parameters, dtypes.kept, storage.memory)
+        # Whether the flat gradient is the reduce-scatter output itself.
+        is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
+        self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
+        # If so: what the last commit set as `.grad`, to be used again; None while a reduction has it.
+        self.parts: GradientParts | None = None
         self.divided = ""
         # Options of the last reduction, whether it deferred its second step, and the factors that follow.
         self.factors: tuple[object, bool, Any] | None = None
@@ -356,6 +361,8 @@ class ParamGroup:
         Raises:
             StateError: if the shards are on the wrong device, or the ranks diverged.
         """
+        if self.parts is not None and not self.parts.is_free:  # before more memory is allocated
+            self.parts.free(self.sharded)
         buffer = self._buffer
         if buffer is None:
             self.check_device()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.base import Collectives, Started, StartedWork
 from fullshard.comm.streams import Work
-from fullshard.core.packing import copy_slice, pack
+from fullshard.core.packing import GradientParts, copy_slice, pack
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_options import ReduceOptions
@@ -139,8 +140,14 @@ class Reduction:
             self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
         self.is_partial = not all(self.used)
         memory, custom = group.storage.memory, group.collectives.reduce.reduce_memory  # such as symmetric memory
+        # The DTensors of an earlier step over what will be the flat gradient; None to make new ones.
+        self._parts: GradientParts | None = None
+        if group.parts is not None and group.parts.is_free and not self.factors.deferred:
+            self._parts, group.parts = group.parts, None
         # The reduce-scatter output, (layout.shard_numel,).
-        if custom is None:
+        if self._parts is not None:
+            self._reduced_shard = self._parts.allocate()
+        elif custom is None:
             self._reduced_shard = memory.empty(layout.shard_numel, "gradients", dtype=dtypes.reduce, device=device)
         else:
             self._reduced_shard = custom((layout.shard_numel,), dtype=dtypes.reduce, device=device)
@@ -325,16 +332,17 @@ class Reduction:
                 elif gradient is not None:
                     parameter.sharded.grad = gradient
             return
-        plan, same_dtype = group.reduction, flat.dtype == group.dtypes.storage
-        mark = plan.views, flat
+        plan = group.reduction
         if not any(map(operator.is_not, map(_grad, group.sharded), repeat(None))):
-            origins: Iterable[Tensor | None] = map(_local, group.parameters)
-            specs: Iterable[Any] = map(_spec, group.parameters)
-            if not same_dtype:
-                origins, specs = repeat(None), [p.sharding.spec(flat.dtype) for p in group.parameters]
-            _torch.set_gradients(group.sharded, flat, plan.views, origins, specs, plan.keys, mark)
+            parts = self._parts
+            if parts is None or parts.flat is not flat:
+                parts = self._make_parts()
+            deque(map(setattr, group.sharded, repeat("grad"), parts.grads), maxlen=0)
+            group.parts = parts if group.reduces_in_place else None
             return
         total = flat_gradient(group)
+        if group.parts is not None and group.parts.flat is not total:
+            group.parts = None  # the user set other gradients
         if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
             total.add_(flat)
             return
@@ -344,6 +352,16 @@ class Reduction:
                 parameter.sharded.grad = new
             else:
                 _add(grad, new)
+
+    def _make_parts(self) -> GradientParts:
+        """Return the parts of the flat gradient as DTensors."""
+        group, flat, plan = self.group, self._flat, self.group.reduction
+        origins: Iterable[Tensor | None] = map(_local, group.parameters)
+        specs: Iterable[Any] = map(_spec, group.parameters)
+        if flat.dtype != group.dtypes.storage:
+            origins, specs = repeat(None), [p.sharding.spec(flat.dtype) for p in group.parameters]
+        grads = _torch.parts_of(flat, plan.views, origins, specs, plan.keys, (plan.views, flat))
+        return GradientParts(flat, grads, group.storage.memory)
 
     def discard_gradients(self) -> str:
         """Set `.grad` of all parameters of the group to None, and return the name of their unit."""
