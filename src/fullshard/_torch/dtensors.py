@@ -121,11 +121,11 @@ def holders(parts: Sequence[DTensor], flat: Tensor) -> tuple[int, ...]:
     While they are equal to the counts when only the caller referred to `parts`, they and their memory belong to the caller.
     """
     # Private: the C++ reference counts. Each of the counts only increases when somebody else gets a reference.
-    inner: list[Any] = [part._local_tensor for part in parts]
+    inner, storage = [part._local_tensor for part in parts], flat.untyped_storage()  # one object as long as somebody has it
     return (
         sum(map(sys.getrefcount, parts)) + sum(map(_use_count, parts)) + sum(map(len, map(vars, parts))),
         sum(map(sys.getrefcount, inner)) + sum(map(_use_count, inner)),
-        torch._C._storage_Use_Count(flat.untyped_storage()._cdata),  # type: ignore[attr-defined]
+        sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
         sum(map(_requires_grad, parts)),
     )
 
