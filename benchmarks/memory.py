@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from fullshard.foresight.allocations import memory_events
+from fullshard.foresight.allocations import AllocationWatch
 
 
 def peak_of(events: list[tuple[int, int]], delivered: set[int]) -> int:
@@ -106,9 +106,11 @@ def peaks(shard: Callable[[nn.Module], object], dtype: torch.dtype, dim: int, de
         model(x).sum().backward()
         model.zero_grad()
     counts = messages_of(model, x)
-    losses: list[torch.Tensor] = []
-    forward = memory_events(lambda: losses.append(model(x).sum()))
-    backward = memory_events(losses[0].backward)
+    watch = AllocationWatch()
+    loss = model(x).sum()
+    forward, watch = watch.stop(), AllocationWatch()
+    loss.backward()
+    backward = watch.stop()
     delivered = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
     whole = peak_of([*forward, *backward], delivered)
     return {"forward": peak_of(forward, set()) / unit_bytes, "backward": whole / unit_bytes, **counts}

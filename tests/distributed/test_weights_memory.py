@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard.foresight.allocations import memory_events, peak_of_new
+from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 
 DIM, LAYERS = 2048, 20
 BUFFER = 32 << 20  # a tenth of the checkpoint
@@ -158,7 +158,9 @@ def test_streaming_takes_the_buckets_under_way_and_the_largest_tensor(
             del tensor  # which the next one would find here still
 
     stream()
-    peak = peak_of_new(memory_events(stream))
+    watch = AllocationWatch()
+    stream()
+    peak = peak_of_new(watch.stop())
     padding = 1.1 if dim == 30 else 1.001
     most = (1 + ahead) * bucket + largest
     assert peak <= padding * most + 10_000, f"{peak / largest:.2f} of the largest tensor, at most {most / largest:.2f}"

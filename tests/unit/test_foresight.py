@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.ext.two_hops import TwoHopGroup
-from fullshard.foresight.allocations import memory_events
+from fullshard.foresight.allocations import AllocationWatch
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.precision import Precision
 from fullshard.foresight.simulate import Setting, Simulation, simulate
@@ -190,9 +190,11 @@ def measured(
             optimizer.zero_grad()
         gc.collect()
         gc.disable()  # what it found would be freed in the midst
+        watch = AllocationWatch()
         try:
-            events = memory_events(step)
+            step()
         finally:
+            events = watch.stop()
             gc.enable()
         optimizer.step()
         optimizer.zero_grad()

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
-
-
-def memory_events(run: Callable[[], object]) -> list[tuple[int, int]]:
-    """Return the allocations and frees of the CPU's allocator in `run`, in order: (address, bytes), negative for a free."""
-    watch = AllocationWatch()
-    try:
-        run()
-    finally:
-        events = watch.stop()
-    return events
 
 
 def peak_of_new(events: list[tuple[int, int]]) -> int:
@@ -58,4 +47,4 @@ class AllocationWatch:
         return [(address, nbytes) for _, address, nbytes in sorted(timed, key=lambda one: one[0])]
 
 
-__all__ = ["AllocationWatch", "memory_events", "peak_of_new"]
+__all__ = ["AllocationWatch", "peak_of_new"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -46,72 +47,54 @@ class StepEstimate:
         """The units."""
         return self.traced.plan
 
-    @property
+    @cached_property
     def notes(self) -> tuple[str, ...]:
         """Assumptions and omissions of the estimate, as lines of the report."""
-        return (
-            *self._compile_notes(),
-            *self._float8_notes(),
-            *self._network_notes,
-            *self._module_notes,
-            *self.traced.trace.notes,
-        )
+        return (*self._notes(), *self._module_notes(), *self.traced.trace.notes)
 
-    @cached_property
-    def _module_notes(self) -> tuple[str, ...]:
-        """Notes on modules that the simulation does not cover completely."""
+    def _notes(self) -> Iterator[str]:
+        """Yield what the constants of time and memory assume."""
+        if self.traced.trace.compiled:
+            (low, high), (least, most) = COMPILED
+            yield (
+                "torch.compile is not simulated: the step is traced in eager mode. Published compiled runs took "
+                f"{low} to {high} of the eager time, and {least} to {most} of the eager memory; the step and the verdict have "
+                "these ranges"
+            )
+        if any(dtype.itemsize == 1 for dtype in self.traced.trace.product_dtypes):
+            yield (
+                "matrix products in float8 are assumed to reach the same fraction of their peak as in bf16, which no published "
+                "run confirms; casts to float8 are separate kernels, unless torch.compile fuses them"
+            )
+        if self.timeline.links.get("between"):
+            network = replace(self.network, efficiency=self.network.efficiency / 2)
+            slower = play(self.simulation.program, self.gpu, network, self.setting.mesh).seconds / self.timeline.seconds
+            name, share = self.network.name, self.network.per_gpu / 1e9
+            guessed = "" if self.traced.arguments.net is not None else f", which {self.gpu.name} usually have"
+            if slower > 1.05:
+                yield (
+                    f"the step depends on the network between machines, {name}{guessed} ({share:g} GB/s for each GPU): at half "
+                    f"its speed the step takes {slower:.2f} times as long. Pass your network as net= (--net)"
+                )
+
+    def _module_notes(self) -> Iterator[str]:
+        """Yield notes on modules that the simulation does not cover completely."""
         modules = list(self.traced.model.modules())
-        found = []
         if any(isinstance(module, nn.SyncBatchNorm) for module in modules):
-            found.append("SyncBatchNorm runs collectives of its own, which are not simulated")
+            yield "SyncBatchNorm runs collectives of its own, which are not simulated"
         if any(isinstance(module, nn.RNNBase) for module in modules):
-            found.append(
+            yield (
                 "recurrent layers are traced step by step, not as one kernel of cuDNN or of the CPU, whose memory and time "
                 "differ: an LSTM on the CPU took up to twice the memory"
             )
         convolved = [e.nbytes for e in self.traced.trace.events if isinstance(e, Op) and e.name.startswith("aten.convolution")]
         if convolved and self.gpu.synchronous:
-            found.append(
+            yield (
                 "convolutions on the CPU copy tensors to processor-specific layouts while they run, which is not "
                 f"simulated: the peak may be up to {bytes_text(2 * max(convolved))} higher"
             )
         if len(self.plan.units) == 1 and sum(any(True for _ in m.parameters(recurse=False)) for m in modules) > 2:
-            found.append("the plan has one unit, the whole model: all parameters are all-gathered at once, without prefetching")
-        return tuple(found)
-
-    @cached_property
-    def _network_notes(self) -> tuple[str, ...]:
-        """Note that the step depends on the network, if half of its speed makes the step more than 5 % slower."""
-        if not self.timeline.links.get("between"):
-            return ()
-        network = replace(self.network, efficiency=self.network.efficiency / 2)
-        slower = play(self.simulation.program, self.gpu, network, self.setting.mesh).seconds
-        if slower <= 1.05 * self.timeline.seconds:
-            return ()
-        name, share = self.network.name, self.network.per_gpu / 1e9
-        guessed = "" if self.traced.arguments.net is not None else f", which {self.gpu.name} usually have"
-        return (
-            f"the step depends on the network between machines, {name}{guessed} ({share:g} GB/s for each GPU): at half its "
-            f"speed the step takes {slower / self.timeline.seconds:.2f} times as long. Pass your network as net= (--net)",
-        )
-
-    def _float8_notes(self) -> tuple[str, ...]:
-        if all(dtype.itemsize > 1 for dtype in self.traced.trace.product_dtypes):
-            return ()
-        return (
-            "matrix products in float8 are assumed to reach the same fraction of their peak as in bf16, which no published run "
-            "confirms; casts to float8 are separate kernels, unless torch.compile fuses them",
-        )
-
-    def _compile_notes(self) -> tuple[str, ...]:
-        if not self.traced.trace.compiled:
-            return ()
-        (low, high), (least, most) = COMPILED
-        return (
-            "torch.compile is not simulated: the step is traced in eager mode. Published compiled runs took "
-            f"{low} to {high} of the eager time, and {least} to {most} of the eager memory; the step and the verdict have "
-            "these ranges",
-        )
+            yield "the plan has one unit, the whole model: all parameters are all-gathered at once, without prefetching"
 
     # --- memory ---
 

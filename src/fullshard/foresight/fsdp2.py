@@ -31,26 +31,22 @@ class Fsdp2Group(SimulatedGroup):
 
     def start_gather(self) -> StartedWork:
         """Cast the shards, copy them into the input, and start the all-gather."""
-        plan = self.plan
-        size = plan.dtypes.compute.itemsize
-        numel, ranks = _chunk_numel(self), plan.layout.ranks
+        plan, ranks, cast = self.plan, self.plan.layout.ranks, -1
+        own = _chunk_numel(self) * plan.dtypes.compute.itemsize
+        nbytes = ranks * own
         if self._subgroup_shard >= 0:
             assert plan.subgroup is not None
-            nbytes = ranks * numel * size
-            self._staging.append(self.allocate(nbytes, "staging", "gather"))
-            self.copy(2 * nbytes // plan.subgroup)
-            self.send(Message("all_gather", plan.dtypes.compute, nbytes, 1, plan.subgroup))
-            return StartedWork()
-        if plan.host:
+            ranks = plan.subgroup
+        elif plan.host:
             self._staging.append(self.allocate(plan.shard_nbytes, "staging", "gather"))
             self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))
-        cast = self.allocate(numel * size, "staging", "gather") if plan.dtypes.storage != plan.dtypes.compute else -1
-        if plan.dtypes.storage != plan.dtypes.compute:
-            self.copy(plan.shard_nbytes + numel * size)
-        self._staging.append(self.allocate(ranks * numel * size, "staging", "gather"))
-        self.copy(2 * numel * size)
+        if self._subgroup_shard < 0 and plan.dtypes.storage != plan.dtypes.compute:
+            cast = self.allocate(own, "staging", "gather")
+            self.copy(plan.shard_nbytes + own)
+        self._staging.append(self.allocate(nbytes, "staging", "gather"))
+        self.copy(2 * nbytes // ranks)
         self.ledger.free(cast)
-        self.send(Message("all_gather", plan.dtypes.compute, ranks * numel * size, 1, ranks))
+        self.send(Message("all_gather", plan.dtypes.compute, nbytes, 1, ranks))
         return StartedWork()
 
     def finish_all_gather(self) -> None:
@@ -75,28 +71,21 @@ class Fsdp2Reduction(SimulatedReduction):
     """Memory and collectives of FSDP2's `foreach_reduce`."""
 
     def __init__(self, group: SimulatedGroup, merged: Merged) -> None:
-        self.group, plan = group, group.plan
-        self.plan = plan
+        self.group = group
+        plan = self.plan = group.plan
         self.used = any(block is not None for block in merged.blocks)
         self.has_second_step = plan.replicated
-        size = plan.dtypes.reduce.itemsize
-        self._numel = _chunk_numel(group)
-        self._held = [group.allocate(plan.layout.ranks * self._numel * size, "staging")]
-        group.copy(plan.layout.ranks * self._numel * (size + merged.dtype.itemsize))
+        size, numel = plan.dtypes.reduce.itemsize, _chunk_numel(group)
+        self._sizes = [plan.layout.ranks * numel]
+        self._held = [group.allocate(self._sizes[0] * size, "staging")]
+        group.copy(self._sizes[0] * (size + merged.dtype.itemsize))
         self._sliced = []
         self.packed_grads = [block for block in merged.blocks if block is not None]
         self.deferred, self._earlier = False, None
-        self.reduced_shard = self._sum = group.allocate(self._numel * size, "gradients", "reduce")
-        self._flat = self._sum
+        self.reduced_shard = self._sum = self._flat = group.allocate(numel * size, "gradients", "reduce")
         if plan.dtypes.reduced != plan.dtypes.reduce:
-            self._flat = group.allocate(self._numel * plan.dtypes.reduced.itemsize, "gradients", "reduce")
+            self._flat = group.allocate(numel * plan.dtypes.reduced.itemsize, "gradients", "reduce")
         self._host = group.allocate(plan.shard_nbytes, "pinned host") if plan.host else -1
-
-    def start(self) -> StartedWork:
-        """Start the reduce-scatter."""
-        plan = self.plan
-        nbytes = plan.layout.ranks * self._numel * plan.dtypes.reduce.itemsize
-        return self.group.reduce_collective(Message("reduce_scatter", plan.dtypes.reduce, nbytes, 1, plan.layout.ranks))
 
 
 __all__ = ["Fsdp2Group", "Fsdp2Reduction"]

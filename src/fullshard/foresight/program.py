@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fullshard.core import HostStream, Message, StartedWork, Work
 from fullshard.foresight.ledger import Ledger
@@ -18,6 +18,9 @@ Mesh = tuple[int, int, int]
 """Mesh sizes: (replicas, shard ranks, tensor-parallel ranks). Tensor-parallel ranks are adjacent."""
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +94,7 @@ class Program:
         elif nbytes:
             self.instructions.append(Op("copy", 0, nbytes, None))
 
-    def begin(self, launch: Launch, start: Callable[[], StartedWork]) -> StartedWork:
+    def begin(self, launch: Launch, start: Callable[[], T]) -> T:
         """Call `start`, and attribute its collectives and copies to `launch`."""
         outer, self._current = self._current, launch
         try:
@@ -124,22 +127,21 @@ def replay(events: Sequence[Event], ledger: Ledger | None, program: Program | No
 class RecordedWork:
     """Work on a `RecordedStream`."""
 
-    __slots__ = ("_program", "_waited", "inner", "launch")
+    __slots__ = ("_polls", "_program", "_waited", "inner", "launch")
 
-    def __init__(self, program: Program, launch: Launch, inner: Work | None) -> None:
-        self._program, self.launch, self.inner, self._waited = program, launch, inner, False
+    def __init__(self, program: Program, launch: Launch, inner: Work, *, polls: bool) -> None:
+        self._program, self.launch, self.inner, self._polls, self._waited = program, launch, inner, polls, False
 
     def done(self) -> bool:
         """Return True if the work is complete. On an accelerator, only after `wait`: the host runs ahead of the device."""
-        return self._waited if self.inner is None else self.inner.done()
+        return self._waited or (self._polls and self.inner.done())
 
     def wait(self) -> None:
         """Record a wait of the compute stream, once."""
         if not self._waited:
             self._waited = True
             self._program.instructions.append(Await(self.launch))
-        if self.inner is not None:
-            self.inner.wait()
+        self.inner.wait()
 
     block = wait
 
@@ -151,8 +153,7 @@ class RecordedStream:
     """
 
     def __init__(self, program: Program, name: str, *, accelerator: bool, early: bool = False) -> None:
-        self._early = early
-        self._program, self._name, self._host = program, name, None if accelerator else HostStream()
+        self._program, self._name, self._accelerator, self._early = program, name, accelerator, early
 
     def run(
         self,
@@ -165,17 +166,11 @@ class RecordedStream:
         program = self._program
         launch = Launch(self._name, unit, None if after is None else after.launch, early=self._early)
         program.instructions.append(launch)
-        begun = partial(program.begin, launch, start)
-        if self._host is not None:
-            return RecordedWork(program, launch, self._host.run(begun, finish, None if after is None else after.inner))
-
-        def whole() -> StartedWork:
-            begun().wait()
-            finish()
-            return StartedWork()
-
-        program.begin(launch, whole)  # attributes the copies of `finish` to the launch, too
-        return RecordedWork(program, launch, None)
+        before = None if after is None else after.inner
+        work = HostStream().run(partial(program.begin, launch, start), finish, before)
+        if self._accelerator:
+            program.begin(launch, work.wait)  # attributes the copies of `finish` to the launch, too
+        return RecordedWork(program, launch, work, polls=not self._accelerator)
 
 
 __all__ = ["ON_HOST", "Await", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedStream", "RecordedWork", "replay"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -133,41 +132,37 @@ def trace_model(arguments: ExplainArguments) -> TracedModel:
     Raises ValueError if the model, the batch or the step cannot be traced; the text is one line that names the remedy.
     """
     with _torch.fake_ranks(arguments.tensor_parallel) as mesh:
-        return _trace_model(arguments, mesh)
-
-
-def _trace_model(arguments: ExplainArguments, mesh: DeviceMesh | None) -> TracedModel:
-    model, known = _build_on_meta(arguments.build)
-    if mesh is not None and arguments.parallelize is not None:
-        try:
-            arguments.parallelize(model, mesh)
-        except Exception as failure:
-            raise ValueError(f"parallelize() raises {_described(failure, model)}") from failure
-    plan = _plan_of(model, arguments)
-    blocks = _blocks(model, plan)
-    recomputed = _modules_to_recompute(model, plan, blocks, arguments.recompute)
-    precision = Precision.of(plan, arguments.dtypes)
-    inputs = meta_batch(arguments.batch)
-    with _checkpointed(model, recomputed, selective=arguments.recompute == "selective"):
-        try:
-            traced = trace(
-                model,
-                inputs,
-                loss=arguments.loss or _loss_of,
-                precision=precision,
-                accelerator=arguments.accelerator,
-                footprints=arguments.footprints,
-                known=known,
-                batch_values=values_of_batch(arguments.batch),
-                keep_output=arguments.keep_output,
-                warm=mesh is not None,
-            )
-        except UntraceablePlace as failure:
-            raise Untraceable(f"{failure}{_location(failure, model)}") from failure
-        except StepFailed as failed:
-            assert failed.__cause__ is not None
-            raise ValueError(_failure_text(failed.part, failed.__cause__, model)) from failed.__cause__
-    return TracedModel(model, arguments, plan, traced, precision, *batch_size_of(inputs), tuple(recomputed), tuple(blocks))
+        model, known = _build_on_meta(arguments.build)
+        if mesh is not None and arguments.parallelize is not None:
+            try:
+                arguments.parallelize(model, mesh)
+            except Exception as failure:
+                raise ValueError(f"parallelize() raises {_described(failure, model)}") from failure
+        plan = _plan_of(model, arguments)
+        blocks = _blocks(model, plan)
+        recomputed = _modules_to_recompute(model, plan, blocks, arguments.recompute)
+        precision = Precision.of(plan, arguments.dtypes)
+        inputs = meta_batch(arguments.batch)
+        with _checkpointed(model, recomputed, selective=arguments.recompute == "selective"):
+            try:
+                traced = trace(
+                    model,
+                    inputs,
+                    loss=arguments.loss or _loss_of,
+                    precision=precision,
+                    accelerator=arguments.accelerator,
+                    footprints=arguments.footprints,
+                    known=known,
+                    batch_values=values_of_batch(arguments.batch),
+                    keep_output=arguments.keep_output,
+                    warm=mesh is not None,
+                )
+            except UntraceablePlace as failure:
+                raise Untraceable(f"{failure}{_location(failure, model)}") from failure
+            except StepFailed as failed:
+                assert failed.__cause__ is not None
+                raise ValueError(_failure_text(failed.part, failed.__cause__, model)) from failed.__cause__
+        return TracedModel(model, arguments, plan, traced, precision, *batch_size_of(inputs), tuple(recomputed), tuple(blocks))
 
 
 def _plan_of(model: nn.Module, arguments: ExplainArguments) -> Plan:

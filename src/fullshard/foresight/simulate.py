@@ -527,7 +527,7 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
         over_replicas, layout = ext.two_hops.in_two_hops(layout, ranks, outer, rank=0)
         # `as_is`: the sum over shards has the reduce dtype already.
         scatter = over_replicas.reduction(as_is=True, in_order=not setting.gloo, itemsize=dtypes.reduce.itemsize)
-    in_order = ranks > 1 and not setting.gloo
+    in_order = ranks > 1 and not setting.gloo and setting.engine != "fsdp2"  # FSDP2 reduces no slices
     return GroupPlan(
         unit=name,
         parameters=tuple(entry.name for entry in group.entries),
