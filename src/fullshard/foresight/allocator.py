@@ -53,11 +53,6 @@ class _Pool:
 class Allocator:
     """Allocator state after a sequence of calls.
 
-    Attributes:
-        reserved: bytes of all segments.
-        allocated: bytes of all allocated blocks, rounded up.
-        peak: largest `allocated` so far.
-
     >>> allocator = Allocator()
     >>> allocator.allocate(1, 3 * MIB, "compute")
     >>> allocator.reserved // MIB, allocator.allocated // MIB
@@ -65,7 +60,8 @@ class Allocator:
     """
 
     def __init__(self, *, expandable: bool = False) -> None:
-        self.reserved = self.allocated = self.peak = 0
+        self.reserved = 0  # bytes of all segments
+        self.allocated = self.peak = 0  # bytes of all allocated blocks, rounded up, now and at most
         self._expandable = expandable
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._allocated_blocks: dict[int, _Block] = {}  # by key

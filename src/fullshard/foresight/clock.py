@@ -75,15 +75,12 @@ def op_seconds(op: Op, gpu: Gpu) -> float:
     if "attention" in op.name:
         part = gpu.attention_fp32 if op.dtype == torch.float32 else gpu.attention
     if op.sizes and not gpu.synchronous:
-        part *= _peak_fraction(op)
+        if len(op.sizes) == 2:
+            head, length = op.sizes
+            part *= attention_fraction(backward="backward" in op.name, causal=op.causal, head=head, length=length)
+        else:
+            part *= matmul_fraction(*op.sizes)
     return max(op.flops / (1 + op.causal) / (gpu.peak(op.dtype) * part), nbytes / (gpu.bandwidth * gpu.streaming))
-
-
-def _peak_fraction(op: Op) -> float:
-    if len(op.sizes) == 2:
-        head, length = op.sizes
-        return attention_fraction(backward="backward" in op.name, causal=op.causal, head=head, length=length)
-    return matmul_fraction(*op.sizes)
 
 
 def message_seconds(message: Message, stream: str, gpu: Gpu, network: Network, mesh: Mesh) -> float:

@@ -81,21 +81,16 @@ class Merged:
 
 
 class SimulatedGroup:
-    """Memory and collectives of a parameter group. It allocates and frees in the order of core/'s classes of one group.
-
-    Attributes:
-        plan: layout and options.
-        kept: by parameter, the block of the gradient accumulated by backwards without reduction, in the dtype `Dtypes.kept`.
-        used: True if a gradient was reduced since the last optimizer step.
-    """
+    """Memory and collectives of a parameter group. It allocates and frees in the order of core/'s classes of one group."""
 
     keeps_subgroup_shard = True  # whether `keep_memory` also keeps the input of the smaller group's all-gather
 
     def __init__(self, plan: GroupPlan, ledger: Ledger, program: Program) -> None:
         self.plan, self.ledger, self.program = plan, ledger, program
         self.send, self.copy = program.send, program.copy
+        # By parameter, the block of the gradient accumulated by backwards without reduction, in the dtype `Dtypes.kept`.
         self.kept: list[int | None] = [None] * len(plan.parameters)
-        self.used = False
+        self.used = False  # True if a gradient was reduced since the last optimizer step
         self.deferred: SimulatedReduction | None = None  # whose reduction over replicas is left to a later one
         self._flat = -1  # unsharded parameters
         self._inner_shard = -1  # result of the all-gather over replicas
@@ -240,21 +235,14 @@ class SimulatedReduction:
     """Memory and collectives of one reduction, in the order of `Reduction` in core/reduction.py.
 
     The reduction owns the blocks of its gradients, and frees them.
-
-    Attributes:
-        used: True if any parameter has a gradient.
-        has_second_step: True if a reduction over replicas follows.
-        deferred: True if it is left to a later reduction.
-        packed_grads: blocks of gradients that are free once they are copied into the packed input.
-        reduced_shard: block of the reduce-scatter output.
     """
 
     def __init__(self, group: SimulatedGroup, merged: Merged, *, defer: bool = False) -> None:
         grads, dtype = merged.blocks, merged.dtype
         self.group = group
         plan = self.plan = group.plan
-        self.deferred = plan.replicated and defer
-        self.has_second_step = plan.replicated and not defer
+        self.deferred = plan.replicated and defer  # the reduction over replicas is left to a later one
+        self.has_second_step = plan.replicated and not defer  # it follows
         self._earlier, group.deferred = group.deferred, self if self.deferred else None
         self.used: bool = any(block is not None for block in grads) or (self._earlier is not None and self._earlier.used)
         itemsize, shard = plan.dtypes.reduce.itemsize, plan.shard_layout.shard_numel
@@ -281,6 +269,7 @@ class SimulatedReduction:
         sliced = {part.parameter for message in plan.reduction.slices for part in message}
         self._sliced = [block for index, block in enumerate(grads) if index in sliced and block is not None]
         sent = sliced if plan.scales_inputs else {*plan.reduction.direct, *sliced}
+        # Free once they are copied into the packed input.
         self.packed_grads = [block for index, block in enumerate(grads) if block is not None and index not in sent]
         self._sum = self.reduced_shard  # over all ranks
         if plan.scatter is not None and not self.deferred:

@@ -156,12 +156,6 @@ NETWORKS: dict[str, Network] = {
 """Presets by name."""
 
 
-def _default_network(gpu: Gpu) -> str:
-    if gpu.synchronous:
-        return "gloo"
-    return "ib-200" if gpu.name.startswith("a100") else "ib-800" if gpu.name == "b200" else "ib-400"
-
-
 def gpu_of(name: str | Path | Gpu) -> Gpu:
     """Return a preset by its name, a GPU from a file of `calibrate`, or the given `Gpu`."""
     if isinstance(name, Gpu):
@@ -175,7 +169,10 @@ def network_of(name: str | Path | Network | None, gpu: Gpu) -> Network:
     """Return a preset by its name, a network from a file of `calibrate`, or the given `Network`; None: the default of `gpu`."""
     if isinstance(name, Network):
         return name
-    name = _default_network(gpu) if name is None else str(name)
+    if name is None:
+        by_gpu = "ib-200" if gpu.name.startswith("a100") else "ib-800" if gpu.name == "b200" else "ib-400"
+        name = "gloo" if gpu.synchronous else by_gpu
+    name = str(name)
     return NETWORKS[name] if name in NETWORKS else _from_file("net", Network, name, NETWORKS)
 
 

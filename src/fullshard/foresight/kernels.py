@@ -122,8 +122,8 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, None, grad_weight
 
 
-def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _RMSNorm.apply(x, normalized_shape, weight)  # type: ignore[no-any-return]
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return _RMSNorm.apply(x, shape, weight)  # type: ignore[no-any-return]
 
 
 __all__ = ["fused_kernels", "host_kernels"]

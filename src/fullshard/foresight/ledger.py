@@ -24,12 +24,6 @@ class Change(NamedTuple):
 class Ledger:
     """Record of all allocations and frees. Bytes in pinned host memory are recorded, but count in no sum.
 
-    Attributes:
-        changes: all allocations and frees, in order.
-        level: bytes allocated on the device now.
-        peak: largest level so far.
-        peak_after: number of changes up to the peak.
-
     >>> ledger = Ledger()
     >>> block = ledger.allocate(100, "gathered", "blocks.0")
     >>> ledger.free(ledger.allocate(20, "staging", "blocks.0"))
@@ -39,8 +33,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
-        self.level = self.peak = 0
-        self.peak_after = 0
+        self.level = self.peak = 0  # bytes on the device, now and at most
+        self.peak_after = 0  # number of changes up to the peak
         self._shared: Counter[int] = Counter()  # by block: extra owners
 
     def allocate(self, nbytes: int, category: Category, unit: str, pool: str = "compute") -> int:

@@ -64,7 +64,11 @@ def optimizer_step(
         raise ValueError(f"optimizer must make a torch.optim.Optimizer of parameters, got a {type(optimizer).__name__}.")
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        _use_device_defaults(group, accelerator=accelerator, fused=fused)
+        # The implementation of the device: on meta, torch has no fused one, and chooses differently.
+        if fused:
+            group["fused"] = group["foreach"] = False
+        elif "foreach" in group and group["foreach"] is None:
+            group["foreach"] = accelerator
     try:
         states = (*_surviving_bytes(at_first), *_surviving_bytes(_step(optimizer, parameters)))
         events = _step(optimizer, parameters)
@@ -78,14 +82,6 @@ def optimizer_step(
         touched = sum(states) + sum(3 * p.numel() * p.itemsize for p in parameters)
         events = [Op("fused step", 0, touched + sum(states), torch.float32)]
     return OptimizerStep(states, events)
-
-
-def _use_device_defaults(group: dict[str, Any], *, accelerator: bool, fused: bool) -> None:
-    """Set the implementation that the optimizer uses on the device: on meta, torch has no fused one and chooses differently."""
-    if fused:
-        group["fused"] = group["foreach"] = False
-    elif "foreach" in group and group["foreach"] is None:
-        group["foreach"] = accelerator
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Event]:

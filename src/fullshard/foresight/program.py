@@ -56,19 +56,13 @@ class Place:
 
 
 class Program:
-    """Recorded instructions and collectives of one step.
-
-    Attributes:
-        instructions: operators, launches and waits, in the order of the host.
-        places: units and phases of the instructions, in order.
-        messages: collectives, in the order of their starts.
-        retained_blocks: only for FSDP2, which keeps the last all-gather output until the next unit's all-gather completes.
-    """
+    """Recorded instructions and collectives of one step."""
 
     def __init__(self) -> None:
-        self.instructions: list[Op | Launch | Await] = []
-        self.places: list[Place] = []
-        self.messages: list[Message] = []
+        self.instructions: list[Op | Launch | Await] = []  # in the order of the host
+        self.places: list[Place] = []  # units and phases of the instructions, in order
+        self.messages: list[Message] = []  # in the order of their starts
+        # Only for FSDP2, which keeps the last all-gather output until the next unit's all-gather completes.
         self.retained_blocks: list[int] = []
         self._current: Launch | None = None
 
@@ -126,8 +120,6 @@ def replay(events: Sequence[Event], ledger: Ledger | None, program: Program | No
 
 class RecordedWork:
     """Work on a `RecordedStream`."""
-
-    __slots__ = ("_polls", "_program", "_waited", "inner", "launch")
 
     def __init__(self, program: Program, launch: Launch, inner: Work, *, polls: bool) -> None:
         self._program, self.launch, self.inner, self._polls, self._waited = program, launch, inner, polls, False

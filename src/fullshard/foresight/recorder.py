@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,30 +20,32 @@ from fullshard.foresight.clock import Span
 from fullshard.foresight.recorded import Mark, RankSummary, Record, Recorded, RecordedCollective, RecordedStep
 from fullshard.frontend.module import any_unit
 
+T = TypeVar("T")
+
 
 class _Recorder:
     """Recorder of one run: takes marks during the run, and converts them to seconds at the end."""
 
     def __init__(self, model: nn.Module, device: torch.device, messages: list[Message], *, memory: bool) -> None:
         self._model, self._messages = model, messages
-        self._async_device = None if device.type == "cpu" else device
+        self.async_device = None if device.type == "cpu" else device
         self._steps: list[RecordedStep] = []
-        self._current = RecordedStep()
-        self._unit = ""
+        self.current = RecordedStep()
+        self.unit = ""
         self._peaks: tuple[int, int] | None = None
-        self._counts_next_step, self._state_bytes = memory and self._async_device is None, 0
+        self._counts_next_step, self._state_bytes = memory and self.async_device is None, 0
         self._watch: AllocationWatch | None = None
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         # Mark of the last optimizer step; None once the next step has begun.
         self._ended: Mark = None
-        if self._async_device is not None:
-            torch.accelerator.reset_peak_memory_stats(self._async_device)
+        if self.async_device is not None:
+            torch.accelerator.reset_peak_memory_stats(self.async_device)
 
-    def _mark(self) -> Mark:
+    def mark(self) -> Mark:
         """Return the current time, on the current stream."""
-        if self._async_device is None:
+        if self.async_device is None:
             return time.perf_counter()
-        event = torch.Event(self._async_device, enable_timing=True)
+        event = torch.Event(self.async_device, enable_timing=True)
         event.record()
         return event
 
@@ -54,48 +56,26 @@ class _Recorder:
         # Several optimizers may step one after another, so only the next action ends the step.
         if self._ended is not None:
             self._end_step()
-        if self._async_device is not None and move is Move.WAIT and unit.name not in self._current.levels:
-            self._current.levels[unit.name] = torch.accelerator.memory_allocated(self._async_device)
+        if self.async_device is not None and move is Move.WAIT and unit.name not in self.current.levels:
+            self.current.levels[unit.name] = torch.accelerator.memory_allocated(self.async_device)
         # Collectives outside of actions belong to no unit, "".
-        before, self._unit = self._unit, unit.name
+        before, self.unit = self.unit, unit.name
         try:
             run()
         finally:
-            self._unit = before
+            self.unit = before
 
-    def add_collective(self, stream: str) -> RecordedCollective:
-        """Add a collective of the unit whose action is running."""
-        sent = RecordedCollective(stream, self._unit)
-        self._current.sent.append(sent)
-        return sent
-
-    def begin(self, sent: RecordedCollective, start: Callable[[], StartedWork]) -> StartedWork:
-        """Start a collective, and record its begin and its messages."""
+    def add_messages(self, sent: RecordedCollective, work: Callable[[], T]) -> T:
+        """Run a part of a collective, and add the messages that the traffic counter sees meanwhile."""
         known = len(self._messages)
-        sent.began = self._mark()
-        pending = start()
-        # The traffic counter appends to `_messages`, so the new ones belong to this collective.
-        sent.messages = self._messages[known:]
-        return pending
-
-    def finish(self, sent: RecordedCollective, finish: Callable[[], None]) -> None:
-        """Record the end of a collective; on an accelerator the event is recorded on the collective's stream."""
-        sent.ended = self._mark()
-        known = len(self._messages)
-        finish()
-        sent.messages += self._messages[known:]  # the copy of gradients to host memory
-
-    def wait(self, sent: RecordedCollective, wait: Callable[[], None], *, done: bool) -> None:
-        """Wait for a collective, and record the wait. done: True if the collective completed before."""
-        sent.exact = not done or self._async_device is not None
-        began = self._mark()
-        wait()
-        self._current.waits.append(Span("wait", began, self._mark(), sent.unit, f"waits for {sent.stream}"))
+        found = work()
+        sent.messages += self._messages[known:]
+        return found
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Record the end of an optimizer step. A step ends with the last optimizer step before the next forward."""
         self._optimizers[id(optimizer)] = optimizer
-        self._ended = self._mark()
+        self._ended = self.mark()
 
     def _end_step(self) -> None:
         """Close the current step and begin the next. On the CPU with `memory=True`, the first whole step counts memory."""
@@ -110,12 +90,12 @@ class _Recorder:
             self._counts_next_step = False
             self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + standing
             self._watch = AllocationWatch()
-        step = self._current
+        step = self.current
         step.ended = ended
         # Drop the incomplete step at the beginning of the block, and the step that the profiler slowed down.
         if step.began is not None and step.sent and not counted:
             self._steps.append(step)
-        self._current = RecordedStep(ended)
+        self.current = RecordedStep(ended)
         self._messages.clear()
 
     # --- the end ---
@@ -132,15 +112,15 @@ class _Recorder:
 
     def record(self, process_group: dist.ProcessGroup | None) -> Record:
         """Return the recorded data with the summaries of all ranks. Collective."""
-        if self._async_device is not None:
-            torch.accelerator.synchronize(self._async_device)
+        if self.async_device is not None:
+            torch.accelerator.synchronize(self.async_device)
             self._peaks = (
-                torch.accelerator.max_memory_allocated(self._async_device),
-                torch.accelerator.max_memory_reserved(self._async_device),
+                torch.accelerator.max_memory_allocated(self.async_device),
+                torch.accelerator.max_memory_reserved(self.async_device),
             )
         for step in self._steps:
             step.use_seconds(self._seconds)
-            if self._async_device is None:  # there, a collective after another one begins only when that one is waited for
+            if self.async_device is None:  # there, a collective after another one begins only when that one is waited for
                 step.sent.sort(key=lambda one: float(one.began))
         waiting = tuple(sum(step.waiting.values()) for step in self._steps)
         mine = RankSummary(dist.get_rank(), tuple(step.ended for step in self._steps), waiting)
@@ -151,7 +131,7 @@ class _Recorder:
         return Record(self._steps, tuple(found), self._peaks)
 
     def _seconds(self, begin: Mark, end: Mark) -> float:
-        return float(end - begin) if self._async_device is None else float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin) if self.async_device is None else float(begin.elapsed_time(end)) / 1e3
 
 
 def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
@@ -174,19 +154,23 @@ def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
 class _TimedWork:
     """Work of a recorded collective."""
 
-    __slots__ = ("_recorder", "_sent", "inner")
+    __slots__ = ("_recorder", "_sent", "done", "inner")
 
     def __init__(self, recorder: _Recorder, sent: RecordedCollective, inner: Work) -> None:
-        self._recorder, self._sent, self.inner = recorder, sent, inner
-
-    def done(self) -> bool:
-        return self.inner.done()
+        self._recorder, self._sent, self.inner, self.done = recorder, sent, inner, inner.done
 
     def wait(self) -> None:
-        self._recorder.wait(self._sent, self.inner.wait, done=self.inner.done())
+        self._record(self.inner.wait)
 
     def block(self) -> None:
-        self._recorder.wait(self._sent, self.inner.block, done=self.inner.done())
+        self._record(self.inner.block)
+
+    def _record(self, wait: Callable[[], None]) -> None:
+        recorder, sent = self._recorder, self._sent
+        sent.exact = recorder.async_device is not None or not self.done()
+        began = recorder.mark()
+        wait()
+        recorder.current.waits.append(Span("wait", began, recorder.mark(), sent.unit, f"waits for {sent.stream}"))
 
 
 class _TimedStream:
@@ -197,9 +181,18 @@ class _TimedStream:
 
     def run(self, start: Callable[[], StartedWork], finish: Callable[[], None], after: Any = None) -> Work:
         recorder = self._recorder
-        sent = recorder.add_collective(self._name)
+        sent = RecordedCollective(self._name, recorder.unit)
+        recorder.current.sent.append(sent)
+
+        def begin() -> StartedWork:
+            sent.began = recorder.mark()
+            return recorder.add_messages(sent, start)
+
+        def end() -> None:  # on an accelerator, the event is recorded on the collective's stream
+            sent.ended = recorder.mark()
+            recorder.add_messages(sent, finish)  # the copy of gradients to host memory
+
         after = after.inner if isinstance(after, _TimedWork) else after
-        begin, end = partial(recorder.begin, sent, start), partial(recorder.finish, sent, finish)
         inner = self._lane.run(begin, end) if after is None else self._lane.run(begin, end, after=after)
         return _TimedWork(recorder, sent, inner)
 

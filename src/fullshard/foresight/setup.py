@@ -251,7 +251,9 @@ def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
     if all(tensor.device.type == "meta" for tensor in tensors.values()):
         return model, values_of_buffers(model, values)
     # As the memo of deepcopy, meta tensors replace the real ones before any value is copied. Tied parameters stay tied.
-    copies: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors.values()}
+    copies: dict[int, Any] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors.values()}
+    for parameter in model.parameters():
+        copies[id(parameter)] = nn.Parameter(copies[id(parameter)], parameter.requires_grad)
     try:
         return copy.deepcopy(model, copies), values_of_buffers(model, values)
     except Exception as failure:
@@ -281,11 +283,6 @@ def _refuse_wrapped(model: nn.Module) -> None:
             raise ValueError(f"{which} is an {kind} with sparse=True, whose gradients cannot be reduced. Pass sparse=False.")
         if isinstance(module, _torch.TorchFSDPModule) or kind == "FullyShardedDataParallel":  # torch's or fullshard.compat's
             raise ValueError(f"{which} is sharded already ({kind}). Return the model as it is before sharding.")
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    found = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
 
 
 def meta_batch(batch: Any) -> Sequence[Any] | Mapping[str, Any]:

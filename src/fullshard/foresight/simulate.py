@@ -412,15 +412,12 @@ class _Simulator:
 
     def _gather(self, unit: _Unit) -> None:
         unit.stale = False
-        unit.gathering = [(group, self._start_gather(unit, group)) for group in unit.groups]
-
-    def _start_gather(self, unit: _Unit, group: SimulatedGroup) -> RecordedWork:
-        first = group.allocate_inner_shard()
-        group.allocate_gather()
-        before = None
-        if first is not None:
-            before = self._replicate_stream.run(unit.name, partial(group.start_hop, first, first=True))
-        return self._gather_stream.run(unit.name, group.start_gather, after=before)
+        for group in unit.groups:
+            first, before = group.allocate_inner_shard(), None
+            group.allocate_gather()
+            if first is not None:
+                before = self._replicate_stream.run(unit.name, partial(group.start_hop, first, first=True))
+            unit.gathering.append((group, self._gather_stream.run(unit.name, group.start_gather, after=before)))
 
     def _wait(self, unit: _Unit) -> None:
         if self._as_fsdp2 and not unit.gathering:

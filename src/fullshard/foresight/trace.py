@@ -276,12 +276,11 @@ def _result_factory(
     whole = all(t.untyped_storage().nbytes() == t.numel() * t.itemsize and not t.storage_offset() for t in outs)
     if _torch.writes(func) or not (fresh and whole):
         return None
-    shapes = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in outs]
+    copies = [partial(torch.empty_strided, tuple(t.shape), t.stride(), dtype=t.dtype, device="meta") for t in outs]
     if isinstance(out, Tensor):
-        (shape, stride, dtype) = shapes[0]
-        return lambda args: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return lambda args: copies[0]()
     if type(out) is tuple and len(out) == len(outs):
-        return lambda args: tuple(torch.empty_strided(s, at, dtype=d, device="meta") for s, at, d in shapes)
+        return lambda args: tuple(copy() for copy in copies)
     return None
 
 
@@ -336,35 +335,24 @@ class _BackwardBeginHook:
 
 
 class _TraceMode(_torch.TorchDispatchMode):
-    """Dispatch mode that records operators, and the allocation and the free of storages.
-
-    Attributes:
-        values: known values of meta tensors.
-        inputs: by module, the floating-point dtypes of its inputs.
-        events: recorded events, in order.
-        recomputed: flops of recomputed forwards.
-        unsimulated_collectives: names of collectives that the model itself runs.
-        nested: True if the forward or the loss computes gradients.
-        in_backward: True once the backward of the loss has begun.
-        kept: storages that are alive when the backward begins.
-    """
+    """Dispatch mode that records operators, and the allocation and the free of storages."""
 
     def __init__(self, footprints: Mapping[str, Footprint], answers: Answers | None = None) -> None:
         super().__init__()
         self._answers = Answers({}) if answers is None else answers
-        self.values = KnownValues()
+        self.values = KnownValues()  # of meta tensors
         self._footprints = {name.replace("::", "."): value for name, value in footprints.items()}
         self._autograd_only_references = _autograd_only_references()
-        self.inputs: dict[str, set[torch.dtype]] = {}
+        self.inputs: dict[str, set[torch.dtype]] = {}  # by module, the floating-point dtypes of its inputs
         self.events: list[Event] = []
         self._storage_numbers: dict[int, int] = {}  # by storage key, while alive: number, or -1 if not traced
         self._op_cache: dict[object, tuple[Op, Callable[[Sequence[Any]], Any]]] = {}
         self._storages = self._calls = 0
-        self.recomputed = 0
-        self.unsimulated_collectives: dict[str, None] = {}  # a dict, to keep the order
-        self.nested = False
-        self.in_backward = False
-        self.kept: frozenset[int] = frozenset()
+        self.recomputed = 0  # flops of recomputed forwards
+        self.unsimulated_collectives: dict[str, None] = {}  # names of those that the model itself runs, in order
+        self.nested = False  # True if the forward or the loss computes gradients
+        self.in_backward = False  # True once the backward of the loss has begun
+        self.kept: frozenset[int] = frozenset()  # storages that are alive when the backward begins
 
     def register_existing(self, tensors: Sequence[Tensor]) -> int:
         """Exclude the storages of `tensors` from the recorded allocations. Return their bytes."""
@@ -505,17 +493,6 @@ class _TraceMode(_torch.TorchDispatchMode):
         self._storage_numbers.pop(key, None)  # a later storage may reuse the key
         self.events.append(Freed(number))
 
-    def set_known_values(
-        self, model: nn.Module, batch: Any, known: Mapping[str, KnownValue], of_batch: Sequence[KnownValue | None]
-    ) -> None:
-        """Register known values of buffers (by name) and of the batch's tensors (in order)."""
-        for name, buffer in model.named_buffers():
-            if name in known:
-                self.values.record(buffer, known[name])
-        for tensor, value in zip(tensors_in(batch), of_batch):
-            if value is not None:
-                self.values.record(tensor, value)
-
     def values_on_host(self, tensor: Tensor) -> Tensor:
         """Return the known values of a meta tensor that is copied to the host, or whose `numpy()` is called."""
         return self._answers.on_host(tensor, self.values.find(tensor))
@@ -632,14 +609,7 @@ def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 @dataclass(slots=True, eq=False)
 class _StepTracer:
-    """Repeatable tracer of one step, with the arguments of `trace`. A step that depends on values is traced several times.
-
-    Attributes:
-        reads_values: True if any trace read values.
-        compiled: True if any trace called a compiled function.
-        written: names of the buffers that any trace wrote to.
-        used: names of the footprints that any trace used.
-    """
+    """Repeatable tracer of one step, with the arguments of `trace`. A step that depends on values is traced several times."""
 
     _model: nn.Module
     _batch: Sequence[Any] | Mapping[str, Any]
@@ -649,10 +619,10 @@ class _StepTracer:
     _footprints: Mapping[str, Footprint]
     _batch_values: Sequence[KnownValue | None]
     _keep_output: bool
-    reads_values: bool = False
-    compiled: bool = False
-    written: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)
+    reads_values: bool = False  # True if any trace read values
+    compiled: bool = False  # True if any trace called a compiled function
+    written: set[str] = field(default_factory=set)  # names of the buffers that any trace wrote to
+    used: set[str] = field(default_factory=set)  # names of the footprints that any trace used
 
     def run(self, answers: Answers, known: Mapping[str, KnownValue]) -> Trace:
         """Trace the step once."""
@@ -661,7 +631,7 @@ class _StepTracer:
             gc_paused(),
             _cast_parameters(model, self._precision.parameters),
             _torch.on_autocast(partial(_refuse, _AUTOCAST)),
-            _torch.on_compiled(self._see_compiled),
+            _torch.on_compiled(partial(setattr, self, "compiled", True)),
             _torch.on_activation_offload(partial(_refuse, _ACTIVATION_OFFLOAD)),
             _torch.on_context_parallel(partial(_refuse, _CONTEXT_PARALLEL)),
             _torch.on_numpy(recorder.values_on_host),
@@ -670,7 +640,12 @@ class _StepTracer:
             recorder.register_existing(list(model.parameters()))
             buffers = recorder.register_existing(list(model.buffers()))
             inputs = recorder.register_existing(list(tensors_in(self._batch)))
-            recorder.set_known_values(model, self._batch, known, self._batch_values)
+            for name, buffer in model.named_buffers():
+                if name in known:
+                    recorder.values.record(buffer, known[name])
+            for tensor, value in zip(tensors_in(self._batch), self._batch_values):
+                if value is not None:
+                    recorder.values.record(tensor, value)
             _run_step(model, self._batch, self._loss, self._precision, recorder, keep_output=self._keep_output)
         self.reads_values = self.reads_values or bool(answers.reads)
         self.used |= answers.used
@@ -689,9 +664,6 @@ class _StepTracer:
             notes=tuple(_limitations(model, self._precision, recorder)),
             compiled=self.compiled,
         )
-
-    def _see_compiled(self) -> None:
-        self.compiled = True
 
 
 def _limitations(model: nn.Module, precision: Precision, recorder: _TraceMode) -> Iterator[str]:
