@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from fullshard.foresight.allocations import AllocationWatch
+from fullshard.foresight.recorder import AllocationWatch
 
 
 def peak_of(events: list[tuple[int, int]], delivered: set[int]) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard
 from fullshard.core import units_of
-from fullshard.foresight.allocations import AllocationWatch, peak_of_new
+from fullshard.foresight.recorder import AllocationWatch, peak_of_new
 
 ROOT = Path(__file__).parents[2]
 

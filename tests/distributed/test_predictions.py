@@ -21,12 +21,12 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard import Matrix
 from fullshard.core import logical_parameters
-from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.calibrate import SIZES, _Bench, calibrate
 from fullshard.foresight.hardware import gpu_of
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.owners import owner_step
 from fullshard.foresight.program import Program
+from fullshard.foresight.recorder import AllocationWatch, peak_of_new
 from fullshard.policies import PRESETS
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard.foresight.allocations import AllocationWatch, peak_of_new
+from fullshard.foresight.recorder import AllocationWatch, peak_of_new
 
 DIM, LAYERS = 2048, 20
 BUFFER = 32 << 20  # a tenth of the checkpoint

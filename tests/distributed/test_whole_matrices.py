@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fullshard
 from fullshard import MatrixOwners, Pieces, StateError, fully_shard, plan_owners, whole_view
 from fullshard import _torch as private
-from fullshard.foresight.allocations import AllocationWatch, peak_of_new
+from fullshard.foresight.recorder import AllocationWatch, peak_of_new
 from fullshard.optim import matrix_owners
 
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.ext.two_hops import TwoHopGroup
-from fullshard.foresight.allocations import AllocationWatch
 from fullshard.foresight.ledger import Ledger
 from fullshard.foresight.precision import Precision
+from fullshard.foresight.recorder import AllocationWatch
 from fullshard.foresight.simulate import Setting, Simulation, simulate
 from fullshard.foresight.trace import Allocated, Freed, GradientReady, Op, events_of, trace
 from fullshard.wrap import ModuleWrapPolicy

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rotation import share
 
-from fullshard.foresight.rates import MATMUL_REFERENCE_SIZE, attention_fraction, matmul_fraction
+from fullshard.foresight.hardware import MATMUL_REFERENCE_SIZE, attention_fraction, matmul_fraction
 
 PREDICTIONS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "predictions.py"))
 ROWS = [*PREDICTIONS["ROWS"], *PREDICTIONS["FOUNDRY"]]

@@ -10,8 +10,7 @@ group.py        allocations and collectives of a parameter group, as ParamGroup,
 fsdp2.py        allocations and collectives of a parameter group in torch's FSDP2
 simulate.py     simulator of steps: a trace, run through the runtime's scheduler
 allocator.py    model of torch's caching allocator, for reserved bytes
-hardware.py     constants of GPUs and networks, each with a source
-rates.py        speed of matrix products and attention, by size
+hardware.py     constants of GPUs and networks, each with a source, and speed of kernels by size
 calibrate.py    measurement of the constants of this machine
 clock.py        clock for a program: start and end of operators and collectives, and waits
 values.py       control flow that depends on tensor values, which meta does not have
@@ -21,8 +20,7 @@ setup.py        from the arguments of explain() to the input of the simulator
 facts.py        estimate of a step: verdict, peak memory, seconds
 report.py       the estimate as text and as figures
 picture.py      the estimate as HTML, PNG and a trace for Perfetto
-allocations.py  allocations and frees of the CPU's allocator during a call
-recorder.py     record(): records the collectives and waits of a run
+recorder.py     record(): records the collectives, the waits and the memory of a run
 recorded.py     a recorded run
 comparison.py   comparison of a recorded run with its prediction
 explanation.py  explain(), and Explanation

@@ -21,8 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fullshard import _torch
 from fullshard.core import HostStream, Started, Work, collectives_for
-from fullshard.foresight.hardware import DEFAULT_GPU, GIB, GPUS, NETWORKS, Gpu, Network, write_machine
-from fullshard.foresight.rates import attention_fraction
+from fullshard.foresight.hardware import DEFAULT_GPU, GIB, GPUS, NETWORKS, Gpu, Network, attention_fraction, write_machine
 
 SIZES = ((512, 256, 256), (1024, 256, 768), (1024, 512, 512), (512, 1024, 1024))
 """Sizes (m, k, n) of the matrix products measured on a CPU: small models, as run on CPUs."""
@@ -133,9 +132,7 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
     ranks = dist.get_world_size()
     source = f"measured by calibrate with torch {torch.__version__} on {ranks} ranks"
     factor = 1.0
-    if (
-        device.type != "cpu"
-    ):  # from what was measured to what `Gpu.attention` states: a forward, infinitely long, without a mask
+    if device.type != "cpu":  # from what was measured to `Gpu.attention`: a forward, infinitely long, without a mask
         slower = [attention_fraction(backward=one, causal=True, head=_HEAD, length=_LENGTH) for one in (False, True)]
         factor = (_FORWARD / slower[0] + _BACKWARD / slower[1]) / (_FORWARD + _BACKWARD)
     shared = {
@@ -143,13 +140,8 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
         "attention": factor * found["attention"] / found["bf16"],
         "attention_fp32": factor * found["attention_fp32"] / found["fp32"],
         "streaming": 1.0,
-        "bf16": found["bf16"],
-        "fp32": found["fp32"],
-        "bandwidth": found["bandwidth"],
-        "launch": found["launch"],
-        "link": found["link"],
-        "overlap": found["overlap"],
         "source": source,
+        **{name: found[name] for name in ("bf16", "fp32", "bandwidth", "launch", "link", "overlap")},
     }
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

@@ -16,9 +16,8 @@ from itertools import pairwise
 import torch
 
 from fullshard.core import Message
-from fullshard.foresight.hardware import Gpu, Network
+from fullshard.foresight.hardware import Gpu, Network, attention_fraction, matmul_fraction
 from fullshard.foresight.program import ON_HOST, Await, Launch, Mesh, Place, Program
-from fullshard.foresight.rates import attention_fraction, matmul_fraction
 from fullshard.foresight.trace import Op
 
 

@@ -258,17 +258,11 @@ def _write(options: argparse.Namespace, found: list[Explanation]) -> list[str]:
     """Write the files, and return one line for each."""
     lines: list[str] = []
     first, *others = found
-    write: dict[str, Callable[[str], None]] = {
-        "html": lambda path: first.html(path, *others),
-        "png": first.png,
-        "perfetto": first.perfetto,
-        "json": first.json,
-    }
     for name in OUTPUTS:
         path = getattr(options, name)
         if path:
             try:
-                write[name](path)
+                getattr(first, name)(path, *(others if name == "html" else ()))
             except OSError as wrong:
                 raise ValueError(f"--{name} {path!r} cannot be written: {wrong.strerror or wrong}.") from wrong
             lines.append(f"written: {Path(path)}")

@@ -114,7 +114,8 @@ def _activation_cause(estimate: StepEstimate, run: Recorded) -> str:
     """Name the units whose forward keeps more or less memory than was traced, if that makes 5 % of the peak or more."""
     # Memory at the first forward of each unit: reversed, because the last entry of a dict wins.
     forwards = [place for place in estimate.simulation.program.places if place.phase == "forward" and place.unit]
-    predicted = {place.unit: estimate.simulation.ledger.level_at(place.changes) for place in reversed(forwards)}
+    at = {place.unit: estimate.simulation.ledger.at(place.changes) for place in reversed(forwards)}
+    predicted = {unit: sum(n for (kind, _), n in sizes.items() if kind != "pinned host") for unit, sizes in at.items()}
     names = [name for name in run.levels if name in predicted]
     surplus = {
         name: (run.levels[after] - run.levels[name]) - (predicted[after] - predicted[name]) for name, after in pairwise(names)

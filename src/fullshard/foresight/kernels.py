@@ -6,7 +6,6 @@ kernel does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,12 +17,7 @@ from fullshard import _torch
 
 def fused_kernels() -> AbstractContextManager[None]:
     """Return a context in which meta tensors run the fused kernels of an accelerator, also during recomputation."""
-    kernels: dict[str, Callable[..., Tensor]] = {
-        "scaled_dot_product_attention": _attention,
-        "rms_norm": _rms_norm,
-        "dropout": _dropout,
-    }
-    return _torch.meta_kernels(kernels)
+    return _torch.meta_kernels({"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm, "dropout": _dropout})
 
 
 def host_kernels() -> AbstractContextManager[None]:

@@ -72,10 +72,6 @@ class Ledger:
         for block in reversed(blocks):
             self.free(block)
 
-    def level_at(self, changes: int) -> int:
-        """Return the bytes on the device after the first `changes` changes."""
-        return sum(nbytes for (category, _), nbytes in self.at(changes).items() if category != "pinned host")
-
     def at_peak(self) -> dict[tuple[Category, str], int]:
         """Return the bytes by category and unit at the peak."""
         return self.at(self.peak_after)

@@ -49,12 +49,9 @@ class OptimizerStep:
 def optimizer_step(
     factory: Factory, shards: tuple[tuple[tuple[int, ...], torch.dtype], ...], *, accelerator: bool
 ) -> OptimizerStep:
-    """Trace two optimizer steps over shards on meta, and return the second one.
+    """Trace two optimizer steps over shards, of (shape, dtype) each, on meta, and return the second one.
 
-    Args:
-        factory: function that makes the optimizer of an iterable of parameters.
-        shards: (shape, dtype) of each trainable parameter's local shard.
-        accelerator: whether the optimizer uses torch's foreach implementation by default, as it does on an accelerator.
+    `accelerator`: whether the optimizer uses torch's foreach implementation by default, as it does on an accelerator.
     """
     parameters = [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in shards]
     made: list[Any] = []
@@ -88,7 +85,8 @@ def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> lis
     """Run one step, and return its events."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
-    held = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *_states(optimizer)]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    held = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *states]
     events = events_of(optimizer.step, held)
     for parameter in parameters:
         parameter.grad = None
@@ -99,10 +97,6 @@ def _surviving_bytes(events: Sequence[Event]) -> list[int]:
     """Return the bytes of the storages that are not freed again."""
     died = {event.storage for event in events if isinstance(event, Freed)}
     return [event.nbytes for event in events if isinstance(event, Allocated) and event.storage not in died]
-
-
-def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def optimizer_factory(optimizer: str | Factory) -> Factory:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
@@ -39,28 +39,28 @@ class OwnerStep:
     @property
     def states(self) -> tuple[int, ...]:
         """Bytes of the shard of each momentum buffer."""
+        return tuple(prod(shape) * dtype.itemsize for shape, _, dtype in self._shards)
+
+    @property
+    def _shards(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]:
+        """(shape, whole shape, dtype) of the shard of each matrix."""
         return tuple(
-            prod(matrix.shard_shape(plan.ranks, 0)) * dtype.itemsize
+            (matrix.shard_shape(plan.ranks, 0), matrix.shape, dtype)
             for plan, dtypes in zip(self.plans, self.dtypes)
             for matrix, dtype in zip(plan.matrices, dtypes)
         )
 
     def run(self, ledger: Ledger, program: Program, *, on_host: bool = False) -> None:
         """Record one step: all exchanges, and then all writes. `on_host`: True if shards and states are in host memory."""
-        exchanges = [_Exchange(plan, dtypes, ledger, program, on_host=on_host) for plan, dtypes in zip(self.plans, self.dtypes)]
+        exchanges = [_Exchange(plan, dtypes, ledger, program, on_host) for plan, dtypes in zip(self.plans, self.dtypes)]
         every = [exchange.run() for exchange in exchanges]
         for exchange in exchanges:
             exchange.confirm()
-        listed = [
-            (matrix.shard_shape(plan.ranks, 0), matrix.shape, dtype)
-            for plan, dtypes in zip(self.plans, self.dtypes)
-            for matrix, dtype in zip(plan.matrices, dtypes)
-        ]
-        if not listed:
+        if not self._shards:
             return
         if on_host:
-            copy_over("to_host", sum(prod(shape) for shape, _, _ in listed) * WIRE.itemsize, program)
-        replay(_writing(tuple(listed), foreach=self.accelerator), ledger, program, on_host=on_host)
+            copy_over("to_host", sum(prod(shape) for shape, _, _ in self._shards) * WIRE.itemsize, program)
+        replay(_writing(self._shards, foreach=self.accelerator), ledger, program, on_host=on_host)
         ledger.free_all(every)
 
 
@@ -99,21 +99,19 @@ def _writing(shards: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype],
     return events_of(lambda: write(weights, grads, momenta, updates, wholes, _OPTIONS, foreach=foreach), existing)
 
 
+@dataclass(eq=False)
 class _Exchange:
     """Counterpart of `OwnerExchange` that works on blocks of the ledger instead of tensors."""
 
-    def __init__(
-        self,
-        plan: OwnerPlan,
-        dtypes: Sequence[torch.dtype],
-        ledger: Ledger,
-        program: Program,
-        *,
-        on_host: bool,
-    ) -> None:
-        self._plan, self._dtypes, self._on_host = plan, dtypes, on_host
-        self._ledger, self._program = ledger, program
-        self._routes = Routes(plan, rank=0, replica=0)
+    _plan: OwnerPlan
+    _dtypes: Sequence[torch.dtype]
+    _ledger: Ledger
+    _program: Program
+    _on_host: bool
+
+    @cached_property
+    def _routes(self) -> Routes:
+        return Routes(self._plan, rank=0, replica=0)
 
     def run(self) -> int:
         """Record the exchange, and return the block of the results."""
@@ -156,20 +154,16 @@ class _Exchange:
 
     def _compute(self, bucket: Sequence[int]) -> None:
         """Record the memory of the first rank, and the operators of the rank with the most work, which all wait for."""
-        plan = self._plan
-        for index in (index for index in bucket if plan.owners[index] == 0):
-            replay(self._computing(index, bucket, 0), self._ledger, None)
-        loads: dict[int, float] = {}
+        plan, loads = self._plan, defaultdict[int, float](float)
         for index in bucket:
-            loads[plan.owners[index]] = loads.get(plan.owners[index], 0) + plan.costs[index]
+            loads[plan.owners[index]] += plan.costs[index]
         busiest = max(loads, key=loads.__getitem__)
-        for index in (index for index in bucket if plan.owners[index] == busiest):
-            replay(self._computing(index, bucket, busiest), None, self._program)
-
-    def _computing(self, index: int, bucket: Sequence[int], owner: int) -> list[Event]:
-        matrix = self._plan.matrices[index]
-        is_view = matrix.dim == 0 and sum(self._plan.owners[other] == owner for other in bucket) == 1
-        return _computing(matrix.shape, is_view=is_view)
+        for index in bucket:
+            matrix, owner = plan.matrices[index], plan.owners[index]
+            is_view = matrix.dim == 0 and sum(plan.owners[other] == owner for other in bucket) == 1
+            if owner in (0, busiest):
+                events = _computing(matrix.shape, is_view=is_view)
+                replay(events, self._ledger if owner == 0 else None, self._program if owner == busiest else None)
 
     def _launch(self, numel: int) -> Launch:
         ranks, nbytes = self._plan.ranks, numel * self._plan.itemsize

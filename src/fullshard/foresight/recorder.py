@@ -1,4 +1,7 @@
-"""Recording of a training run, `record()`: times of collectives and waits, and memory, by wrapping the runtime's actions."""
+"""Recording of a training run, `record()`: times of collectives and waits, and memory, by wrapping the runtime's actions.
+
+On the CPU, torch's profiler reports allocations and frees.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,55 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from fullshard import _torch
 from fullshard.core import Lane, Message, Move, StartedWork, Unit, Work, units_of
-from fullshard.foresight.allocations import AllocationWatch, peak_of_new
 from fullshard.foresight.clock import Span
 from fullshard.foresight.recorded import Mark, RankSummary, Record, Recorded, RecordedCollective, RecordedStep
 from fullshard.frontend.module import any_unit
 
 T = TypeVar("T")
+
+
+def peak_of_new(events: list[tuple[int, int]]) -> int:
+    """Return the peak of the bytes allocated during `events`. Frees of earlier allocations are ignored.
+
+    >>> peak_of_new([(1, -5), (2, 10), (3, 20), (2, -10), (4, 15)])
+    35
+    """
+    allocated_here: set[int] = set()
+    level = peak = 0
+    for address, nbytes in events:
+        if nbytes > 0:
+            allocated_here.add(address)
+        elif address not in allocated_here:
+            continue
+        level += nbytes
+        peak = max(peak, level)
+    return peak
+
+
+class AllocationWatch:
+    """Recorder of the CPU's allocations and frees, from its construction until `stop`."""
+
+    def __init__(self) -> None:
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.start()
+
+    def stop(self) -> list[tuple[int, int]]:
+        """Stop recording. Return the allocations and frees in order: (address, bytes), negative for a free."""
+        self._profiler.stop()
+        # The profiler's list of events has no addresses; its event tree has them.
+        results: Any = self._profiler.profiler
+        timed: list[tuple[int, int, int]] = []  # (time, address, bytes)
+        pending = list(results.kineto_results.experimental_event_tree())
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            if event.name == "[memory]":
+                timed.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        return [(address, nbytes) for _, address, nbytes in sorted(timed, key=lambda one: one[0])]
 
 
 class _Recorder:
@@ -143,10 +185,7 @@ def _bytes_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> 
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-    tensors = [
-        tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for tensor in (*model.parameters(), *model.buffers(), *states)
-    ]
+    tensors = map(_torch.local_part, (*model.parameters(), *model.buffers(), *states))
     # Tied tensors count once.
     return sum({tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in tensors}.values())
 
@@ -237,4 +276,4 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
     run.complete(recorder.record(unit.axis.group))
 
 
-__all__ = ["record"]
+__all__ = ["AllocationWatch", "peak_of_new", "record"]

@@ -82,9 +82,9 @@ class TracedModel:
             return replace(self, arguments=arguments)
         return replace(self, arguments=arguments, plan=_plan_of(self.model, arguments))
 
-    def optimizer_steps_for(self, factory: Factory, ranks: int, replicas: int) -> list[OptimizerStep]:
+    def optimizer_steps_for(self, factory: Factory, ranks: int, replicas: int, dims: Mapping[str, int]) -> list[OptimizerStep]:
         """Return traced steps of this optimizer over a rank's shards: over those on the device, and over those on the host."""
-        shards = _local_shards(self, ranks, replicas, shard_dims_of(self))
+        shards = _local_shards(self, ranks, replicas, dims)
         steps: list[OptimizerStep] = []
         for on_host in sorted({shard.on_host for shard in shards}):  # optimizers step the tensors of each device by themselves
             part = [shard for shard in shards if shard.on_host == on_host]
@@ -520,7 +520,7 @@ def shard_dims_of(traced: TracedModel) -> dict[str, int]:
 
 def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
     """Return the settings of the simulation."""
-    ranks, replicas, hybrid = arguments.mesh_sizes
+    (ranks, replicas, hybrid), dims = arguments.mesh_sizes, shard_dims_of(traced)
     factory = None if arguments.optimizer is None else optimizer_factory(arguments.optimizer)
     return Setting(
         ranks,
@@ -535,11 +535,11 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
         accumulate=arguments.accumulate,
         accelerator=arguments.accelerator,
         gloo=not arguments.accelerator,
-        optimizer=() if factory is None else traced.optimizer_steps_for(factory, ranks, replicas),
+        optimizer=() if factory is None else traced.optimizer_steps_for(factory, ranks, replicas, dims),
         keep_unsharded_storage=arguments.keep_unsharded_storage,
         engine=arguments.engine,
         tensor_parallel=arguments.tensor_parallel,
-        dims=shard_dims_of(traced),
+        dims=dims,
     )
 
 

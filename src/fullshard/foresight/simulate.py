@@ -38,6 +38,7 @@ from fullshard.foresight.trace import (
     ForwardEnds,
     Freed,
     GradientReady,
+    ModuleEvent,
     Op,
     TensorParallelCollective,
     Trace,
@@ -137,13 +138,7 @@ class Simulation:
 
 @gc_paused()
 def simulate(trace: Trace, plan: Plan, setting: Setting) -> Simulation:
-    """Simulate two steps. The first knows no order of an earlier step to prefetch by, the second is like all later steps.
-
-    Args:
-        trace: a trace of the planned model, with the dtypes of the setting.
-        plan: the units.
-        setting: the options of the run.
-    """
+    """Simulate two steps. The first knows no order of an earlier step to prefetch by, the second is like all later steps."""
     simulator = _Simulator(trace, plan, setting)
     first_change = 0
     for step in range(2):
@@ -268,16 +263,12 @@ class _Simulator:
                 self._run_module(event, running, calls)
                 unit_name = running[-1]
 
-    def _run_module(
-        self, event: ForwardBegins | ForwardEnds | BackwardBegins, running: list[str], calls: dict[int, ForwardCall]
-    ) -> None:
-        """Handle the start or end of a unit's forward, or the start of its backward.
+    def _run_module(self, event: ModuleEvent, running: list[str], calls: dict[int, ForwardCall]) -> None:
+        """Handle the start or end of a unit's forward, or the start of its backward. Updates `running` and `calls`.
 
-        Args:
-            event: the event.
-            running: names of units, updated. The first entry is "" in forward, and the current unit in backward. The units
-                follow whose forward is running, innermost last: in backward, those that are recomputed.
-            calls: the forward calls by their number in the trace; updated.
+        running: names of units. The first entry is "" in forward, and the current unit in backward. The units follow whose
+            forward is running, innermost last: in backward, those that are recomputed.
+        calls: the forward calls by their number in the trace.
         """
         unit = self._unit_of_module[event.module]
         match event:

@@ -28,7 +28,7 @@ from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
 from fullshard.foresight.trace import Allocated, Op
-from fullshard.policies import PRESETS, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding
+from fullshard.policies import PRESETS, CPUOffloadPolicy, StateSharding
 from fullshard.wrap.plan import Plan
 
 Changes = Mapping[str, Any]
@@ -37,24 +37,9 @@ Changes = Mapping[str, Any]
 Axis = Sequence[Changes]
 """Alternatives for one argument. The first is {}, the value that the caller passed."""
 
-RECOMPUTE_VALUES = ("none", "block", "every:2", "selective")
 QUICK_SECONDS = 0.3
 """Time limit of the first explanation. Below it, the model is traced again for each batch size and `recompute`, which gives
 tighter bounds."""
-
-SEARCHABLE = (
-    "recompute",
-    "microbatches",
-    "accumulate",
-    "reshard_after_forward",
-    "states",
-    "mesh",
-    "mp_policy",
-    "comm_policy",
-    "offload_policy",
-    "plan",
-)
-"""Arguments that a search may change. The bounds below hold for these; the goals also change `world` and the rows."""
 
 LARGEST_VALUES = 1 << 22
 """Largest number of elements of a batch tensor that keeps its values when the rows change; larger ones move to meta."""
@@ -62,36 +47,45 @@ LARGEST_VALUES = 1 << 22
 
 def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list[list[Changes]]:
     """Return one axis for each argument in `over`, or the default axes if it is None."""
-    arguments = base.traced.arguments
-    if over is not None:
-        axes: list[list[Changes]] = []
-        for name, values in over.items():
-            if name not in SEARCHABLE:
-                raise ValueError(
-                    f"over must have names out of {', '.join(SEARCHABLE)}, got {name!r}, which a search does not change. "
-                    "Search once for each value of another argument."
-                )
-            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-                raise ValueError(f"over[{name!r}] must be a sequence of values to try, got {values!r}.")
-            for value in values if name == "microbatches" else ():
-                check_int("microbatches", value)
-            requested = getattr(arguments, name)
-            axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
-        return axes
-    comm = base.setting.comm_policy
-    values_by_name: dict[str, list[Any]] = {
-        "recompute": [way for way in RECOMPUTE_VALUES if way != arguments.recompute] if base.traced.blocks else [],
+    defaults = _default_values(base)
+    axes: list[list[Changes]] = []
+    for name, values in (defaults if over is None else over).items():
+        if name not in defaults:
+            raise ValueError(
+                f"over must have names out of {', '.join(defaults)}, got {name!r}, which a search does not change. Search once "
+                "for each value of another argument."
+            )
+        if isinstance(values, str) or not isinstance(values, Sequence) or not (values or over is None):
+            raise ValueError(f"over[{name!r}] must be a sequence of values to try, got {values!r}.")
+        for value in values if name == "microbatches" else ():
+            check_int("microbatches", value)
+        requested = getattr(base.traced.arguments, name)
+        axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
+    return axes
+
+
+def _default_values(base: Explanation) -> dict[str, Sequence[Any]]:
+    """Return the values to try, by the names of all arguments that a search may change. Requested ones may be among them.
+
+    The bounds below hold for these arguments. The goals also change `world` and the rows.
+    """
+    arguments, setting, per_node = base.traced.arguments, base.setting, base.gpu.per_node
+    world, ranks, comm, mp = arguments.world, setting.ranks, setting.comm_policy, setting.mp_policy
+    narrower = mp.param_dtype is not None and mp.resolve(torch.float32).reduce != mp.param_dtype
+    # Hybrid meshes (replicas, ranks of a shard group) whose shard groups have 1, 2, 4 or 8 whole machines.
+    sizes = [per_node << doubled for doubled in range(world.bit_length())] if arguments.mesh is None else []
+    return {
+        "recompute": ("none", "block", "every:2", "selective") if base.traced.blocks else (),
         "microbatches": [parts for parts in (2, 4, 8) if arguments.microbatches == 1 and base.traced.rows % parts == 0],
-        "accumulate": [not arguments.accumulate],
-        "reshard_after_forward": _reshard_values(base),
-        "states": _state_values(base),
-        "mesh": _mesh_values(base),
-        "mp_policy": _mp_values(base),
+        "accumulate": (True, False),
+        "reshard_after_forward": (True, False, *([per_node] if ranks > per_node and ranks % per_node == 0 else [])),
+        "states": () if arguments.reshard_after_forward or setting.engine == "fsdp2" else tuple(PRESETS.values()),
+        "mesh": [(world // size, size) for size in sizes if size < world and world % size == 0][:4],
+        "mp_policy": [replace(mp, reduce_dtype=mp.param_dtype)] if narrower else [],
         "comm_policy": [replace(comm, reductions_in_flight=comm.reductions_in_flight + 1), replace(comm, prefetch_bytes=0)],
         "offload_policy": [] if base.gpu.synchronous or _offloads(arguments) else [CPUOffloadPolicy()],
         "plan": _merged_plans(base),
     }
-    return [[{}, *({name: value} for value in values)] for name, values in values_by_name.items() if values]
 
 
 def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict[str, Any]]:
@@ -111,13 +105,10 @@ def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict
             continue
         if states.keeps_parameters and changes.get("reshard_after_forward") is not None:
             continue
-        if states.shards_over_replicas and not _is_hybrid(changes.get("mesh", arguments.mesh)):
+        mesh = changes.get("mesh", arguments.mesh)
+        if states.shards_over_replicas and (mesh is None or isinstance(mesh, int) or len(mesh) != 2):
             continue
         yield changes
-
-
-def _is_hybrid(mesh: Any) -> bool:
-    return mesh is not None and not isinstance(mesh, int) and len(mesh) == 2
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -127,35 +118,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def _offloads(arguments: ExplainArguments) -> bool:
     return isinstance(arguments.offload_policy, CPUOffloadPolicy)
-
-
-def _reshard_values(base: Explanation) -> list[bool | int]:
-    per_node, ranks = base.gpu.per_node, base.setting.ranks
-    machine = [per_node] if ranks > per_node and ranks % per_node == 0 else []
-    requested = base.traced.arguments.reshard_after_forward
-    return [value for value in (True, False, *machine) if not _same(value, requested)]
-
-
-def _state_values(base: Explanation) -> list[StateSharding]:
-    if base.traced.arguments.reshard_after_forward or base.setting.engine == "fsdp2":
-        return []
-    return [states for states in PRESETS.values() if states != base.setting.states]
-
-
-def _mesh_values(base: Explanation) -> list[tuple[int, int]]:
-    """Return hybrid meshes (replicas, ranks of a shard group) whose shard groups have 1, 2, 4 or 8 whole machines."""
-    if base.traced.arguments.mesh is not None:
-        return []
-    world = base.traced.arguments.world
-    sizes = [base.gpu.per_node << doubled for doubled in range(world.bit_length())]
-    return [(world // size, size) for size in sizes if size < world and world % size == 0][:4]
-
-
-def _mp_values(base: Explanation) -> list[MixedPrecisionPolicy]:
-    policy = base.setting.mp_policy
-    if policy.param_dtype is None or policy.resolve(torch.float32).reduce == policy.param_dtype:
-        return []
-    return [replace(policy, reduce_dtype=policy.param_dtype)]
 
 
 def _merged_plans(r: Explanation) -> list[Plan]:

@@ -25,6 +25,8 @@ from fullshard.frontend.api import gc_paused
 from fullshard.wrap.known_values import ConstantsMode, KnownValue, KnownValues
 from fullshard.wrap.tables import bytes_text
 
+aten: Any = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBegins:
@@ -100,17 +102,8 @@ class BackwardEnds:
     """End of the backward of the loss."""
 
 
-Event = (
-    TensorParallelCollective
-    | ForwardBegins
-    | ForwardEnds
-    | BackwardBegins
-    | Op
-    | Allocated
-    | Freed
-    | GradientReady
-    | BackwardEnds
-)
+ModuleEvent = ForwardBegins | ForwardEnds | BackwardBegins
+Event = TensorParallelCollective | ModuleEvent | Op | Allocated | Freed | GradientReady | BackwardEnds
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +183,7 @@ def routed(share: float, imbalance: float = 1.0) -> Footprint:
     return nonzero
 
 
-_NO_KERNEL = {
-    torch.ops.aten.detach,
-    torch.ops.aten.empty,
-    torch.ops.aten.empty_like,
-    torch.ops.aten.new_empty,
-    _torch.unsafe_view,
-}
+_NO_KERNEL = {aten.detach, aten.empty, aten.empty_like, aten.new_empty, _torch.unsafe_view}
 
 
 def _op_of(
@@ -205,7 +192,7 @@ def _op_of(
     """Return the flops, bytes and dtype of an operator call."""
     flops = _torch.count_flops(func, args, kwargs, out)
     nbytes = 0 if func.overloadpacket in _NO_KERNEL else sum(t.numel() * t.itemsize for t in (*given, *outs))
-    if func.overloadpacket is torch.ops.aten.embedding:  # reads only the looked-up rows of the table
+    if func.overloadpacket is aten.embedding:  # reads only the looked-up rows of the table
         nbytes -= args[0].numel() * args[0].itemsize
     numbers = next((t.dtype for t in given if t.dtype.is_floating_point or t.dtype.is_complex), None)
     dtype = None if numbers is None else numbers.to_real()
@@ -215,13 +202,7 @@ def _op_of(
     return Op(str(func), flops, nbytes, dtype, causal, _torch.sizes_of_product(func, args) if flops else ())
 
 
-_PRODUCTS = {
-    torch.ops.aten.mm,
-    torch.ops.aten.addmm,
-    torch.ops.aten.bmm,
-    torch.ops.aten.baddbmm,
-    torch.ops.aten.convolution,
-}
+_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution}
 _ATTENTION = {_torch.flash_attention, _torch.efficient_attention}
 
 
@@ -284,7 +265,7 @@ def _result_factory(
     return None
 
 
-_ADD = torch.ops.aten.add.Tensor
+_ADD = aten.add.Tensor
 
 
 @cache
@@ -315,23 +296,8 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-_EQUAL, _COPIED = torch.ops.aten.equal.default, _torch.copied.default
+_EQUAL, _COPIED = aten.equal.default, _torch.copied.default
 _NEEDS_VALUES = {_EQUAL, _COPIED, _torch.item.default}
-
-
-class _BackwardBeginHook:
-    """Autograd hook that records the start of the backward of one call, once."""
-
-    __slots__ = ("_reached", "_recorder", "event")
-
-    def __init__(self, recorder: _TraceMode, event: BackwardBegins) -> None:
-        self._recorder, self.event, self._reached = recorder, event, False
-
-    def __call__(self, *_: object) -> None:
-        if not self._reached:
-            self._reached = True
-            self._recorder.nested |= not self._recorder.in_backward
-            self._recorder.events.append(self.event)
 
 
 class _TraceMode(_torch.TorchDispatchMode):
@@ -440,9 +406,9 @@ class _TraceMode(_torch.TorchDispatchMode):
                     f"The footprint of {name} returns {found!r}, but the operator returns a tensor. Return a tensor on meta."
                 )
             return found
-        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_) and _has_mask(args[1]):
+        if func.overloadpacket in (aten.index, aten.index_put_) and _has_mask(args[1]):
             # The kernel of a masked index runs nonzero inside. Run it here instead, so that its footprint applies.
-            nonzero = torch.ops.aten.nonzero.default
+            nonzero = aten.nonzero.default
             indices = [
                 one
                 for index in args[1]
@@ -451,7 +417,7 @@ class _TraceMode(_torch.TorchDispatchMode):
             args = (args[0], indices, *args[2:])
         if func in _NEEDS_VALUES:
             return self._read_values(func, args, kwargs)
-        if torch.Tag.dynamic_output_shape in func.tags and func.overloadpacket is not torch.ops.aten.index:
+        if torch.Tag.dynamic_output_shape in func.tags and func.overloadpacket is not aten.index:
             chosen = self.values.computed(func, args, kwargs)
             if chosen is not None:
                 self._answers.record_shape(chosen[0], of_batch=chosen[1])
@@ -516,14 +482,18 @@ class _TraceMode(_torch.TorchDispatchMode):
 
     def after_forward(self, name: str, dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Record the end of a module's forward, and hook its outputs' graph nodes. Return the output, cast to `dtype`."""
-        hook: _BackwardBeginHook | None = None
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                if hook is None:
-                    self._calls += 1
-                    hook = _BackwardBeginHook(self, BackwardBegins(name, self._calls))
-                hook_node(tensor.grad_fn, hook)
-        call = -1 if hook is None else hook.event.call
+        nodes = [one.grad_fn for one in tensors_in(output) if one.requires_grad and one.grad_fn is not None]
+        self._calls += bool(nodes)
+        call = self._calls if nodes else -1
+        pending = [BackwardBegins(name, call)]  # until the backward reaches the first of the nodes
+
+        def begin_backward(*_: object) -> None:
+            self.nested |= bool(pending) and not self.in_backward
+            self.events.extend(pending)
+            pending.clear()
+
+        for node in nodes:
+            hook_node(node, begin_backward)
         self.events.append(ForwardEnds(name, call, torch.is_grad_enabled(), _torch.current_graph_task() != -1))
         return None if dtype is None else cast_floats(output, dtype)
 
@@ -563,9 +533,7 @@ def trace(
     """Trace one step of a model on meta.
 
     Args:
-        model: a model on the meta device; it is not changed.
-        batch: the inputs of the forward; its tensors are on meta.
-        loss: a function from the forward's output to the loss tensor.
+        model, batch, loss: as in `explain`, on meta. The model is not changed.
         precision: the dtypes of parameters, inputs and outputs.
         accelerator: True to use the kernels of an accelerator for attention, dropout and RMSNorm, False for those of the CPU.
         footprints: results that depend on values, by operator ("aten::nonzero") or by place ("model.py:12").
@@ -646,7 +614,7 @@ class _StepTracer:
             for tensor, value in zip(tensors_in(self._batch), self._batch_values):
                 if value is not None:
                     recorder.values.record(tensor, value)
-            _run_step(model, self._batch, self._loss, self._precision, recorder, keep_output=self._keep_output)
+            self._run_step(recorder)
         self.reads_values = self.reads_values or bool(answers.reads)
         self.used |= answers.used
         wrote = recorder.values.written
@@ -664,6 +632,23 @@ class _StepTracer:
             notes=tuple(_limitations(model, self._precision, recorder)),
             compiled=self.compiled,
         )
+
+    def _run_step(self, recorder: _TraceMode) -> None:
+        """Run forward, loss and backward under the recorder."""
+        model, batch = self._model, self._batch
+        with _hooks(model, recorder, self._precision), recorder, ConstantsMode(recorder.values):
+            with _step_part("forward"):
+                output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+            with _step_part("loss"):
+                value = self._loss(output)
+                if not self._keep_output:
+                    output = None  # frees the output before backward, as a training loop without a reference to it does
+            _check_loss(value)
+            recorder.begin_backward()
+            with _step_part("backward"):
+                value.backward()
+            recorder.events.append(BackwardEnds())
+            del output, value  # inside the block, so that their frees are recorded
 
 
 def _limitations(model: nn.Module, precision: Precision, recorder: _TraceMode) -> Iterator[str]:
@@ -757,31 +742,6 @@ class StepFailed(ValueError):
         self.part = part
 
 
-def _run_step(
-    model: nn.Module,
-    batch: Sequence[Any] | Mapping[str, Any],
-    loss: Callable[[Any], Tensor],
-    precision: Precision,
-    recorder: _TraceMode,
-    *,
-    keep_output: bool,
-) -> None:
-    """Run forward, loss and backward under the recorder."""
-    with _hooks(model, recorder, precision), recorder, ConstantsMode(recorder.values):
-        with _step_part("forward"):
-            output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
-        with _step_part("loss"):
-            value = loss(output)
-            if not keep_output:
-                output = None  # frees the output before backward, as a training loop without a reference to it does
-        _check_loss(value)
-        recorder.begin_backward()
-        with _step_part("backward"):
-            value.backward()
-        recorder.events.append(BackwardEnds())
-        del output, value  # inside the block, so that their frees are recorded
-
-
 @contextmanager
 def _step_part(name: str) -> Iterator[None]:
     try:
@@ -848,6 +808,7 @@ __all__ = [
     "ForwardEnds",
     "Freed",
     "GradientReady",
+    "ModuleEvent",
     "Op",
     "StepFailed",
     "TensorParallelCollective",
