@@ -135,7 +135,8 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
     if device.type != "cpu":  # from what was measured to `Gpu.attention`: a forward, infinitely long, without a mask
         slower = [attention_fraction(backward=one, causal=True, head=_HEAD, length=_LENGTH) for one in (False, True)]
         factor = (_FORWARD / slower[0] + _BACKWARD / slower[1]) / (_FORWARD + _BACKWARD)
-    shared = {
+    shared: dict[str, Any] = {
+        "name": "measured",
         "matmul": 1.0,
         "attention": factor * found["attention"] / found["bf16"],
         "attention_fp32": factor * found["attention_fp32"] / found["fp32"],
@@ -145,14 +146,13 @@ def _constants(device: torch.device, found: dict[str, float]) -> tuple[Gpu, Netw
     }
     if device.type == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-        gpu = replace(GPUS["cpu"], name="measured", memory=memory, **shared)  # type: ignore[arg-type]
-        network = replace(NETWORKS["gloo"], base=found["latency"], step=0.0, hop=0.0, source=source)
-        return gpu, replace(network, name="measured", per_gpu=found["link"])
+        rates = {"per_gpu": found["link"], "base": found["latency"], "step": 0.0, "hop": 0.0}
+        return replace(GPUS["cpu"], memory=memory, **shared), replace(NETWORKS["gloo"], name="measured", source=source, **rates)
     _, memory = torch.accelerator.get_memory_info(device)
     inside = _ranks_in_machine(device)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", torch.accelerator.device_count()))
-    gpu = replace(GPUS[DEFAULT_GPU], name="measured", memory=memory, per_node=per_node, context=2 * GIB, **shared)  # type: ignore[arg-type]
-    gpu = replace(gpu, fp8=found["fp8"] or None)
+    shared |= {"memory": memory, "per_node": per_node, "context": 2 * GIB, "fp8": found["fp8"] or None}
+    gpu = replace(GPUS[DEFAULT_GPU], **shared)
     network = replace(NETWORKS["ib-400"], name="measured", source=source)
     if inside == ranks:
         return gpu, network
@@ -240,8 +240,9 @@ class _Bench:
         # On the CPU, small results reuse memory that was just freed and large ones get new pages, which is slower. The result
         # is the rate for as many bytes in small results as in large ones.
         for numel in (1 << 18, 1 << 24) if self.device.type == "cpu" else (1 << 26,):
-            x, y = torch.randn(numel, device=self.device), torch.randn(numel, device=self.device)
-            rates.append(numel * 4 * (3 + 3 + 2) / self._seconds(partial(_elementwise, x, y)))
+            x, y = torch.randn(2, numel, device=self.device)
+            seconds = self._seconds(lambda x=x, y=y: (x * y, x + y, x.sigmoid()))  # type: ignore[misc]
+            rates.append(numel * 4 * (3 + 3 + 2) / seconds)
         return len(rates) / sum(1 / rate for rate in rates)
 
     def _launch(self) -> float:
@@ -312,10 +313,6 @@ def _begin(start: Callable[[], Started]) -> Work:
 
 def _run(start: Callable[[], Started]) -> None:
     _begin(start).wait()
-
-
-def _elementwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    return x * y, x + y, x.sigmoid()
 
 
 __all__ = ["calibrate"]

@@ -73,7 +73,11 @@ def compare(estimate: StepEstimate, run: Recorded) -> Comparison:
         *_memory(estimate, run),
         *_time(estimate, run),
         *_network(estimate, run),
-        *_ranks(run),
+        *(
+            Difference("ranks", f"the others wait for rank {rank} in {fraction:.0%} of the steps", fraction)
+            for rank, fraction in run.late().items()
+            if fraction > 0.5
+        ),
     ]
     differences = sorted((one for one in differences if one.weight >= MIN_WEIGHT), key=lambda one: -one.weight)
     return Comparison(run.step, estimate.step.middle, tuple(differences))
@@ -83,10 +87,8 @@ def _messages(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
     """Yield the differences in the collectives."""
     # Collectives are predicted exactly, so any difference means another model, plan or setting, and is listed: its weight is at
     # least MIN_WEIGHT.
-    measured, predicted = (
-        Counter((message.kind, message.nbytes, message.ranks) for message in messages)
-        for messages in (run.messages, estimate.messages)
-    )
+    both = run.messages, estimate.messages
+    measured, predicted = (Counter((one.kind, one.nbytes, one.ranks) for one in messages) for messages in both)
     for (kind, nbytes, ranks), count in ((measured - predicted) + (predicted - measured)).items():
         more = "more" if measured[kind, nbytes, ranks] > predicted[kind, nbytes, ranks] else "fewer"
         yield Difference(
@@ -167,12 +169,6 @@ def _network(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
                 f"collectives of kind {kind} run at {speed / 1e9:.2f} GB/s, {speed / assumed:.2f} of the assumed speed",
                 sum(run.waiting.values()) / run.step,
             )
-
-
-def _ranks(run: Recorded) -> Iterator[Difference]:
-    for rank, fraction in run.late().items():
-        if fraction > 0.5:
-            yield Difference("ranks", f"the others wait for rank {rank} in {fraction:.0%} of the steps", fraction)
 
 
 __all__ = ["Comparison", "Difference", "compare"]

@@ -35,8 +35,7 @@ class Fsdp2Group(SimulatedGroup):
         own = _chunk_numel(self) * plan.dtypes.compute.itemsize
         nbytes = ranks * own
         if self._subgroup_shard >= 0:
-            assert plan.subgroup is not None
-            ranks = plan.subgroup
+            ranks = plan.subgroup or ranks
         elif plan.host:
             self._staging.append(self.allocate(plan.shard_nbytes, "staging", "gather"))
             self.send(Message("to_device", plan.dtypes.storage, plan.shard_nbytes, 1))

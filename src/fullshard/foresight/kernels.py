@@ -42,8 +42,7 @@ def _attention_on_cpu(
     mask = attn_mask
     if mask is not None and not mask.is_floating_point():
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernel needs a float mask; on meta the values do not matter
-    flash: Tensor = _torch.flash_attention_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
-    return flash
+    return _torch.flash_attention_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
 def _attention(
@@ -61,8 +60,7 @@ def _attention(
         return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     flash_supported = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
     if attn_mask is None and flash_supported:
-        flash: Tensor = _torch.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-        return flash
+        return _torch.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and key.shape[-3] != query.shape[-3]:  # not in the memory-efficient kernel
         return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     bias = attn_mask
@@ -70,10 +68,7 @@ def _attention(
         bias = bias if bias.is_floating_point() else torch.zeros_like(bias, dtype=query.dtype)
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
     saves_logsumexp = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    efficient: Tensor = _torch.efficient_attention(query, key, value, bias, saves_logsumexp, dropout_p, is_causal, scale=scale)[
-        0
-    ]
-    return efficient
+    return _torch.efficient_attention(query, key, value, bias, saves_logsumexp, dropout_p, is_causal, scale=scale)[0]
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

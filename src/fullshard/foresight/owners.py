@@ -134,14 +134,16 @@ class _Exchange:
             self._finish(previous)
         self._finish(leaving)
         if plan.replicas > 1:
-            self._await(self._start("replicate", Message("all_gather", WIRE, nbytes, 1, plan.replicas)))
+            gathered = self._start("replicate", Message("all_gather", WIRE, nbytes, 1, plan.replicas))
+            program.instructions.append(Await(gathered))
         return results
 
     def confirm(self) -> None:
         """Record the messages with which all ranks agree that they have all results."""
         for ranks in (self._plan.replicas, self._plan.ranks):
             if ranks > 1:
-                self._await(self._start("reduce", Message("talk", torch.uint8, _TALK, 1, ranks)))
+                talk = self._start("reduce", Message("talk", torch.uint8, _TALK, 1, ranks))
+                self._program.instructions.append(Await(talk))
 
     def _send(self, route: Route) -> tuple[int, Launch]:
         """Send the shards of a bucket. Return the block in which own matrices arrive, and the launch."""
@@ -176,14 +178,11 @@ class _Exchange:
             self._program.messages.append(message)
         return launch
 
-    def _await(self, launch: Launch) -> None:
-        self._program.instructions.append(Await(launch))
-
     def _finish(self, leaving: tuple[int, Launch] | None) -> None:
         """Wait for the message of a slot, and free the slot."""
         if leaving is not None:
             slot, launch = leaving
-            self._await(launch)
+            self._program.instructions.append(Await(launch))
             self._ledger.free(slot)
 
 

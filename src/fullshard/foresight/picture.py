@@ -30,9 +30,6 @@ LANES = {
 }  # fmt: skip
 
 
-WAITING = "waiting for collectives"
-
-
 @dataclass(frozen=True, slots=True)
 class Level:
     """Memory of the device at one time of the step."""
@@ -78,7 +75,7 @@ def _key_of_compute(estimate: StepEstimate) -> list[tuple[str, str]]:
     names = {span.name for span in estimate.timeline.spans if span.lane == "compute"}
     found = [(name, colour) for name, colour in PHASES.items() if name in names]
     if any(span.lane == "wait" for span in estimate.timeline.spans):
-        found.append((WAITING, LANES["wait"]))
+        found.append(("waiting for collectives", LANES["wait"]))
     return found
 
 

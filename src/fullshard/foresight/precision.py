@@ -16,7 +16,6 @@ class Precision:
     """Dtypes of a model, from the mixed-precision policies of its units."""
 
     parameters: Mapping[str, torch.dtype]  # by qualified name: compute dtype of the parameter
-
     # By module: dtypes that floating-point inputs and outputs of its forward are cast to. Modules without a cast are left out.
     inputs: Mapping[str, torch.dtype]
     outputs: Mapping[str, torch.dtype]

@@ -30,10 +30,8 @@ class Launch:
     stream: str  # "gather", "reduce", "replicate", or "tensor" for collectives of tensor parallelism
     unit: str  # qualified name, "" for work of no unit
     after: Launch | None = None  # work on another stream to start after, instead of the operators queued so far
-
     messages: list[Message] = field(default_factory=list)
     copied: int = 0  # bytes that kernels on the stream read and write
-
     # True to start after the last `Await` of work on this stream, regardless of the operators queued since then.
     early: bool = False
 

@@ -67,12 +67,9 @@ class RecordedStep:
         self.began, self.ended = 0.0, since(self.ended)
 
     @property
-    def waiting(self) -> dict[str, float]:
-        """Seconds of waiting, by the unit of the collective."""
-        found: dict[str, float] = {}
-        for span in self.waits:
-            found[span.unit] = found.get(span.unit, 0.0) + span.end - span.start
-        return found
+    def waiting(self) -> float:
+        """Seconds of waiting."""
+        return sum(wait.end - wait.start for wait in self.waits)
 
 
 class Record(NamedTuple):
@@ -151,9 +148,8 @@ class Recorded:
     def waiting(self) -> dict[str, float]:
         """Mean seconds per step that compute waited for collectives, by the unit of the collective."""
         total: dict[str, float] = {}
-        for step in self._whole:
-            for unit, seconds in step.waiting.items():
-                total[unit] = total.get(unit, 0.0) + seconds
+        for wait in (wait for step in self._whole for wait in step.waits):
+            total[wait.unit] = total.get(wait.unit, 0.0) + wait.end - wait.start
         most_first = sorted(total.items(), key=lambda item: -item[1])
         return {unit: seconds / len(self._whole) for unit, seconds in most_first}
 

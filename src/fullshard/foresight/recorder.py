@@ -164,7 +164,7 @@ class _Recorder:
             step.use_seconds(self._seconds)
             if self.async_device is None:  # there, a collective after another one begins only when that one is waited for
                 step.sent.sort(key=lambda one: float(one.began))
-        waiting = tuple(sum(step.waiting.values()) for step in self._steps)
+        waiting = tuple(step.waiting for step in self._steps)
         mine = RankSummary(dist.get_rank(), tuple(step.ended for step in self._steps), waiting)
         found: list[Any] = [mine]
         if process_group is not None and process_group.size() > 1:

@@ -28,6 +28,7 @@ from fullshard.optim.owners import Matrix
 from fullshard.policies import CPUOffloadPolicy, resolve_offload
 from fullshard.wrap.known_values import ConstantsMode, KnownValue, KnownValues, ValuesMode, values_of_buffers
 from fullshard.wrap.plan import Plan
+from fullshard.wrap.plan_messages import PlanEntry
 from fullshard.wrap.whole_model import WHY_FULL_PRECISION, add_full_precision_units, plan_model
 
 
@@ -45,11 +46,6 @@ class TracedModel:
     counted: str  # unit of `tokens`: "tokens" or "rows"
     recomputed: tuple[str, ...]  # names of the modules that `explain(recompute=...)` recomputes in backward
     blocks: tuple[str, ...]  # names of the modules that are units and have siblings of their class
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of all parameters."""
-        return sum(entry.numel for _, entries in self.plan.held() for entry in entries)
 
     def reuse_for(self, arguments: ExplainArguments) -> TracedModel | None:
         """Return this trace for other arguments of `explain`, or None if the model must be traced again for them."""
@@ -96,7 +92,7 @@ class TracedModel:
                     )
                 step = self._muon_step(part)
             else:
-                sizes = tuple((one.shape, one.dtype) for one in part)
+                sizes = tuple((one.shape, one.whole.dtype) for one in part)
                 step = optimizer_step(factory, sizes, accelerator=self.arguments.accelerator)
             steps.append(replace(step, on_host=on_host))
         return steps
@@ -108,7 +104,7 @@ class TracedModel:
         names = ", ".join(name for name, is_set in unsupported.items() if is_set)
         if names:
             raise ValueError(f"Expected optimizer='muon' without {names}. Pass another optimizer, or leave out {names}.")
-        names_of = parameter_names(self.model, (one.name for one in shards))
+        names_of = parameter_names(self.model, (one.whole.name for one in shards))
         taken = frozenset(names_of[parameter] for parameter in matrices_of(self.model).matrices)
         return _muon_step(tuple(shards), taken, accelerator=arguments.accelerator)
 
@@ -118,10 +114,11 @@ def _muon_step(shards: tuple[LocalShard, ...], taken: frozenset[str], *, acceler
     """Return a step of Muon over the matrices named in `taken`, and of AdamW over the other shards."""
     meshes: dict[tuple[int, int], list[tuple[Matrix, torch.dtype]]] = {}
     for one in shards:
-        if one.name in taken:
-            meshes.setdefault((one.ranks, one.replicas), []).append((Matrix(one.name, one.whole, one.dim), one.dtype))
+        if one.whole.name in taken:
+            matrix = Matrix(one.whole.name, one.whole.shape, one.dim)
+            meshes.setdefault((one.ranks, one.replicas), []).append((matrix, one.whole.dtype))
     muon = owner_step(meshes, accelerator=accelerator)
-    rest = tuple((one.shape, one.dtype) for one in shards if one.name not in taken)
+    rest = tuple((one.shape, one.whole.dtype) for one in shards if one.whole.name not in taken)
     adamw = optimizer_step(torch.optim.AdamW, rest, accelerator=accelerator) if rest else OptimizerStep((), ())
     return replace(adamw, states=(*muon.states, *adamw.states), owners=muon)
 
@@ -224,7 +221,7 @@ def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
             model = build()
     except Exception as failure:
         text = _described(failure)
-        if _needs_group(failure):
+        if any(words in str(failure).lower() for words in NO_GROUP):
             raise ValueError(
                 f"build() needs a process group, but runs without one ({text}). Return the model of one rank as it is before "
                 "fully_shard(), shard_model() or init_device_mesh()."
@@ -263,10 +260,8 @@ def _build_on_meta(build: Build) -> tuple[nn.Module, Mapping[str, KnownValue]]:
         ) from failure
 
 
-def _needs_group(failure: BaseException) -> bool:
-    """Return True if this exception was raised because there is no process group."""
-    text = str(failure).lower()
-    return any(words in text for words in ("process group", "init_process_group", "torchrun", "env:// rendezvous"))
+NO_GROUP = ("process group", "torchrun", "env:// rendezvous")
+"""Words of the exceptions that torch raises if a program needs a process group, and there is none."""
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -415,7 +410,7 @@ def _failure_text(part: str, failure: BaseException, model: nn.Module) -> str:
     if isinstance(failure, NotImplementedError):
         return f"An operator has no kernel for meta ({text[:160]}){where}. Register one by torch.library.register_fake."
     raised = _described(failure, model)
-    if _needs_group(failure):
+    if any(words in str(failure).lower() for words in NO_GROUP):
         return (
             f"The {part} needs a process group, but explain() creates none ({raised}). Leave its collectives out, or call "
             "explain() in a program that has a process group. Context parallelism is not simulated."
@@ -456,10 +451,8 @@ def _location(failure: BaseException, model: nn.Module | None) -> str:
 class LocalShard:
     """The first rank's shard of one parameter."""
 
-    name: str  # of the parameter
-    whole: tuple[int, ...]  # shape of the parameter
+    whole: PlanEntry  # the parameter
     shape: tuple[int, ...]  # of the shard
-    dtype: torch.dtype
     dim: int  # the sharded dim
     ranks: int  # number of shards
     replicas: int  # of each shard
@@ -481,7 +474,7 @@ def _local_shards(traced: TracedModel, ranks: int, replicas: int, dims: Mapping[
             shape[dim] = -(-shape[dim] // mesh[0])
         offload = resolve_offload(options[entry.name].get("offload_policy", traced.arguments.offload_policy))
         on_host = isinstance(offload, CPUOffloadPolicy)
-        found.append(LocalShard(entry.name, tuple(entry.shape), tuple(shape), entry.dtype, dim, *mesh, on_host))
+        found.append(LocalShard(entry, tuple(shape), dim, *mesh, on_host))
     return found
 
 

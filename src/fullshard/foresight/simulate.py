@@ -201,22 +201,19 @@ class _Simulator:
         self._grads: dict[SimulatedGroup, int] = {}  # block of `.grad` of the group's shards
         self._last = True  # True in the last microbatch of a step
         self._has_states = False  # True once the optimizer's states are allocated
-        for number, (unit, entries) in enumerate(plan.held()):
-            self._add_unit(number, unit, entries)
+        group_class = Fsdp2Group if self._as_fsdp2 else SimulatedGroup
+        for number, (planned, entries) in enumerate(plan.held()):
+            options = options_of(planned, setting)
+            modules = {name: index for index, name in enumerate(planned.modules)}
+            unit = _Unit(planned.name, modules, self.scheduler.register(number, options))
+            plans = group_plans(planned.name, entries, options, setting)
+            unit.groups += [group_class(group, self.ledger, self.program) for group in plans]
+            unit.record.nbytes = sum(group.unsharded_nbytes for group in plans)
+            self._units[number] = unit
+            self._unit_of_module |= dict.fromkeys(planned.modules, unit)
+            self._unit_of_parameter |= {entry.name: unit for entry in entries}
         self.ledger.allocate(trace.buffers, "buffers", "")
         self.ledger.allocate(trace.batch, "buffers", "")
-
-    def _add_unit(self, number: int, planned: PlannedUnit, entries: Sequence[PlanEntry]) -> None:
-        setting, options = self.setting, options_of(planned, self.setting)
-        modules = {name: index for index, name in enumerate(planned.modules)}
-        unit = _Unit(planned.name, modules, self.scheduler.register(number, options))
-        for group in group_plans(planned.name, entries, options, setting):
-            group_class = Fsdp2Group if self._as_fsdp2 else SimulatedGroup
-            unit.groups.append(group_class(group, self.ledger, self.program))
-        unit.record.nbytes = sum(group.plan.unsharded_nbytes for group in unit.groups)
-        self._units[number] = unit
-        self._unit_of_module |= dict.fromkeys(planned.modules, unit)
-        self._unit_of_parameter |= {entry.name: unit for entry in entries}
 
     # --- events ---
 
@@ -282,8 +279,7 @@ class _Simulator:
                 if call >= 0:  # an output requires grad
                     calls[call] = ended
                     self.scheduler.expect_backward(ended)
-                in_unit: Phase = "forward" if len(running) > 1 else "loss"
-                self._enter(running[-1], "backward" if in_backward else in_unit)
+                self._enter(running[-1], "backward" if in_backward else "forward" if len(running) > 1 else "loss")
             case BackwardBegins(module, call):
                 self.scheduler.graph_released(calls[call])
                 self._execute(self.scheduler.before_backward(calls[call]))

@@ -113,15 +113,12 @@ class Trace:
     events: tuple[Event, ...]  # in program order
     buffers: int  # bytes of the model's buffers
     batch: int  # bytes of the inputs
-
     # Storages that are alive when backward begins: activations. All other storages are temporaries.
     kept: frozenset[int]
     recomputed: int  # flops of forwards that backward runs again
-
     # By module: floating-point dtypes of its inputs before casting. Modules without such inputs are left out.
     inputs: Mapping[str, frozenset[torch.dtype]]
     notes: tuple[str, ...] = ()  # lines of the report: decisions by values of the batch, unsimulated work, unused footprints
-
     # True if the step calls functions compiled by torch.compile. They are traced in eager mode.
     compiled: bool = False
 
@@ -550,7 +547,14 @@ def trace(
     real = next((name for name, parameter in model.named_parameters() if parameter.device.type != "meta"), None)
     if real is not None:
         raise ValueError(f"trace() expected a model on meta, but '{real}' is not. Build the model under torch.device('meta').")
-    at_places, at_operators = split_footprints(footprints)
+    at_places = {name: value for name, value in footprints.items() if re.search(r"[.]py:[0-9]+$", name)}
+    at_operators = {name: value for name, value in footprints.items() if name not in at_places}
+    for name in at_operators:
+        namespace, _, operator = name.replace("::", ".").partition(".")
+        if not operator or not hasattr(getattr(torch.ops, namespace), operator):
+            raise ValueError(
+                f"footprints expected the name of an operator, as 'aten::nonzero', or a place, as 'model.py:12', got {name!r}."
+            )
     step = _StepTracer(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output)
     if warm:
         step.run(Answers(at_places), known)
@@ -560,19 +564,6 @@ def trace(
         found, notes = decide(partial(step.run, known=known), at_places, _difference)
     unused = [name for name in footprints if not {name, name.replace("::", ".")} & step.used]
     return replace(found, notes=(*found.notes, *notes, *(f"footprint {name!r} is not used by the step" for name in unused)))
-
-
-def split_footprints(footprints: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split footprints into those of places ("model.py:12") and those of operators ("aten::nonzero")."""
-    places = {name: value for name, value in footprints.items() if re.search(r"[.]py:[0-9]+$", name)}
-    operators = {name: value for name, value in footprints.items() if name not in places}
-    for name in operators:
-        namespace, _, operator = name.replace("::", ".").partition(".")
-        if not operator or not hasattr(getattr(torch.ops, namespace), operator):
-            raise ValueError(
-                f"footprints expected the name of an operator, as 'aten::nonzero', or a place, as 'model.py:12', got {name!r}."
-            )
-    return places, operators
 
 
 @dataclass(slots=True, eq=False)
@@ -813,7 +804,6 @@ __all__ = [
     "StepFailed",
     "TensorParallelCollective",
     "Trace",
-    "Untraceable",
     "events_of",
     "parameter_names",
     "routed",

@@ -56,7 +56,6 @@ class Answers:
     given: Mapping[str, Any]  # by place: the user's footprints
     tried: Mapping[str, bool] = field(default_factory=dict)  # by place: chosen answers where the value depends on data
     reads: dict[str, ValueRead] = field(default_factory=dict)  # by place: reads so far
-
     # Failure of an operator that needs values. It would not fail on a real device.
     refused: Exception | None = None
     used: set[str] = field(default_factory=set)  # names of `given` that were used
@@ -161,7 +160,6 @@ def place_of(file: str, line: int) -> str:
 # --- traces with other answers ---
 
 Run = TypeVar("Run")
-
 
 MOST_TRACES = 32
 """Maximum number of traces of one step with different answers."""
