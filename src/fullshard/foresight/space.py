@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -152,6 +152,7 @@ class Variants:
         self.rows = batch_size_of(self._batch)[0]
         self._batches = {self.rows: self._batch}  # by number of rows
         self._traced: dict[object, TracedModel] = {}  # by (id of the batch, `recompute`)
+        self._compute_cost = cache(_compute_cost)
         self._state_costs: dict[object, _StateCost] = {}  # by the arguments that it depends on
         self.quick: bool | None = None  # True if the first explanation took less than QUICK_SECONDS
         self.skipped: list[tuple[Changes, str]] = []  # (changes that `explain` does not accept, reason)
@@ -217,7 +218,7 @@ class Variants:
                 )
             is_traced, base = self.is_traced(changes), self._base_trace()
             traced = self._traced[id(arguments.batch), arguments.recompute] if is_traced else base
-            compute, state = _compute_cost(traced, self.arguments.machine), self._state_cost_of(arguments, base)
+            compute, state = self._compute_cost(traced, self.arguments.machine), self._state_cost_of(arguments, base)
         except ValueError as refused:
             self.skipped.append((dict(changes), str(refused)))
             return None
@@ -266,7 +267,6 @@ class _ComputeCost:
     kept: int  # bytes that stay after forward: activations, buffers and the batch
 
 
-@lru_cache(64)
 def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
     seconds: dict[object, float] = {}
     total = host = 0.0
