@@ -188,11 +188,11 @@ def test_a_heartbeat_that_is_over_as_it_is_sent_is_read_in_its_turn(world: World
         if keep is not None:  # whenever an optimizer asks, the device has not got there yet
             read(heartbeats, keep=keep)
 
-    def over(heartbeats: Heartbeats, sent: Any, read: Any = Heartbeats.read_later) -> None:
+    def over(heartbeats: Heartbeats, sent: Any, read: Any = Heartbeats.read_sent) -> None:
         torch.accelerator.synchronize()  # the host was late
         read(heartbeats, sent)
 
-    with mock.patch.object(Heartbeats, "read", never_between), mock.patch.object(Heartbeats, "read_later", over):
+    with mock.patch.object(Heartbeats, "read", never_between), mock.patch.object(Heartbeats, "read_sent", over):
         train(world, sharded(world.mesh), "sim", steps=6)
 
 
@@ -534,7 +534,7 @@ def test_a_step_holds_the_host_only_for_what_the_host_reads(world: World, name: 
     """
     with late(world, how):
         longer = held(world, sharded(world.mesh, **PROGRAMS[name][0]), **PROGRAMS[name][1])
-    allowed = ["heartbeat.py:read_later"]
+    allowed = ["heartbeat.py:read_sent"]
     allowed += ["reducer.py:collect", "requests.py:check_step"] if name == "offload" else []
     assert all(any(place in one for place in allowed) for one in longer), longer
 
@@ -557,7 +557,7 @@ def test_a_parameter_that_this_rank_leaves_unused_holds_the_host_only_if_it_may_
         fully_shard(block, mesh=world.mesh)
     with late(world, "others", 5_000):  # or what it waits for may be over already
         waits = held(world, fully_shard(model, mesh=world.mesh), keep_grads=keep_grads)
-    longer = [one for one in waits if "heartbeat.py:read_later" not in one]
+    longer = [one for one in waits if "heartbeat.py:read_sent" not in one]
     assert all("reducer.py:_decide" in one for one in longer), longer
     assert bool(longer) is (world.rank == 0 and not keep_grads), longer
 

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import _torch
-from fullshard.core.memory import Memory as GroupMemory
 
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 NO_DATA = {"aten::set_", "aten::resize_", "aten::detach_", "aten::requires_grad_", "aten::record_stream", "aten::as_strided_"}
@@ -302,7 +301,6 @@ class Detector:
                 (torch.accelerator, "current_stream", module.current_stream),
                 (torch.accelerator, "synchronize", module.synchronize),
                 (torch.UntypedStorage, "resize_", lambda storage, nbytes: self.resize(storage, nbytes)),
-                (GroupMemory, "resize", staticmethod(lambda storage, nbytes: self.resize(storage, nbytes))),
                 (torch, "frombuffer", lambda *args, **kwargs: self.mark(frombuffer(*args, **kwargs), Home.HOST)),
                 (torch.Tensor, "tolist", lambda tensor: self.host_reads(tensor)),
                 (torch.Tensor, "pin_memory", lambda tensor, *_: self.mark(tensor.clone(), Home.PINNED)),

@@ -4,9 +4,9 @@ state, optim, ext, wrap, fsdp1, weights, foresight and tools import the names be
 needs another name, add it. The first line of each file says what it is; read them in this order:
 
 the life of a unit:      unit, runtime, scheduler, backward, hooks, units, module_tree, unit_options
-memory and messages:     param_group, layout, unsharded_buffer, packing, reduction, reducer, group_grads, heartbeat, memory
+memory and messages:     param_group, layout, unsharded_buffer, packing, reduction, reducer, group_grads, heartbeat
 one parameter:           sharded_param, sharded_tensor, shard_values, param_sharding, mesh, subclasses
-ranks and the outside:   communicator, collectives_pool, agreement, extension_points
+ranks and the outside:   communicator, agreement, extension_points
 """
 
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed

@@ -255,7 +255,7 @@ class Agreement(Ranks):
 
     def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], Started]) -> None:
         assert self._communicator is not None
-        collectives = self._communicator.collectives.of_process_group(group)
+        collectives = self._communicator.collectives_of_group(group)
         self._send(self.groups[group], group, fulls, partial(start, collectives))
 
     def _send(self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]) -> None:

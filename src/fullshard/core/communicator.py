@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from zlib import crc32
 
@@ -16,13 +16,16 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, described, headline
 from fullshard.checks.watchdog import watchdog_of
-from fullshard.comm.backends import carries_tags
+from fullshard.comm.backends import carries_tags, collectives_for
+from fullshard.comm.base import Collectives
+from fullshard.comm.gloo import MessageTag
 from fullshard.comm.streams import Lane, Streams
-from fullshard.comm.traffic import TrafficCounter
-from fullshard.core.collectives_pool import CollectivesPool
-from fullshard.core.mesh import ShardAxis, with_subgroups
+from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
+from fullshard.core.mesh import ShardAxis, subgroup_of, with_subgroups
+from fullshard.core.unit_options import UnitOptions
+from fullshard.core.unsharded_buffer import GroupCollectives
 from fullshard.errors import warn_once
-from fullshard.policies import CheckPolicy
+from fullshard.policies import CheckPolicy, CommPolicy
 
 _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its logs
 
@@ -57,17 +60,12 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> N
 
 
 class Communicator(Streams):
-    """Runs and logs the collectives of one runtime, with one log per axis.
-
-    Attributes:
-        traffic: counts messages and bytes.
-        collectives: creates the collectives of process groups.
-    """
+    """Runs, logs and counts the collectives of one runtime: one object per process group, one log per axis."""
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         super().__init__(device, lanes)
         self.traffic = TrafficCounter()
-        self.collectives = CollectivesPool(device, self.traffic, self.message_tag)
+        self._collectives: dict[dist.ProcessGroup, Collectives] = {}
         self._logs: dict[tuple[int, int], _AxisLog] = {}  # by `ShardAxis.key`
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
@@ -143,12 +141,61 @@ class Communicator(Streams):
 
     # --- collectives ---
 
+    def collectives_of_group(self, group: dist.ProcessGroup | None) -> Collectives:
+        """Return the collectives of one process group, without a counter: the caller counts its messages."""
+        if group is None:
+            return collectives_for(None, self.device)
+        found = self._collectives.get(group)
+        if found is None:
+            self._collectives = {other: one for other, one in self._collectives.items() if _torch.is_alive(other)}
+            found = self._collectives[group] = collectives_for(group, self.device, self.message_tag)
+        return found
+
+    def collectives_of(self, axis: ShardAxis, options: UnitOptions) -> GroupCollectives:
+        """Return the collectives of parameter groups on an axis. Collective, since it may create process groups.
+
+        They are the backend's, the user's own (`CommPolicy(collectives=)`), or what an adapter makes of these.
+        Raises ValueError for custom collectives that do not fit the mesh.
+        """
+        group, comm = axis.group, options.comm
+        if axis.hybrid is not None:
+            return replace(self.collectives_of(axis.hybrid, options), whole=self._observed(group, comm))
+        gather = reduce = self._observed(group, comm)
+        if (gather.ranks, gather.rank) != (axis.ranks, axis.rank):
+            raise ValueError(
+                f"Expected CommPolicy.collectives to return the collectives of rank {axis.rank} of {axis.ranks}, as in the "
+                f"mesh, got rank {gather.rank} of {gather.ranks}."
+            )
+        replicate = None if axis.replicas is None else self._observed(axis.replicas.group, comm)
+        if group is None:
+            return GroupCollectives(gather, reduce, replicate, gather, None, self.traffic)
+        ranks, kept, retain = dist.get_process_group_ranks(group), options.subgroup_size, None
+        if options.separate_reduce and axis.ranks > 1:
+            reduce = self._observed(subgroup_of(group, "reduce", ranks), comm)
+        if options.gather_adapter is not None:
+            gather = ObservedCollectives(options.gather_adapter(gather.inner, group), self.traffic)
+        if options.reduce_adapter is not None:
+            reduce = ObservedCollectives(options.reduce_adapter(reduce.inner, group), self.traffic)
+        if kept is not None and kept < axis.ranks and axis.ranks % kept == 0:
+            first = axis.rank - axis.rank % kept
+            retain = self._observed(subgroup_of(group, f"retain {kept}", ranks[first : first + kept]), comm)
+        return GroupCollectives(gather, reduce, replicate, gather, retain, self.traffic)
+
+    def _observed(self, group: dist.ProcessGroup | None, comm: CommPolicy) -> ObservedCollectives:
+        """Return the collectives of a process group, or those that the policy has for it."""
+        if comm.collectives is None or group is None:
+            return ObservedCollectives(self.collectives_of_group(group), self.traffic)
+        given = comm.collectives(group)
+        if isinstance(getattr(given, "tag", None), MessageTag):
+            given.tag = self.message_tag
+        return ObservedCollectives(given, self.traffic)
+
     def all_reduce(
         self, axis: ShardAxis, fingerprints: GroupFingerprints, action: str, tensor: Tensor, *, maximum: bool = False
     ) -> None:
         """All-reduce a tensor over the shards (sum, or maximum), in place, and wait for it."""
         assert axis.group is not None
-        collectives = self.collectives.of_process_group(axis.group)
+        collectives = self.collectives_of_group(axis.group)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_scatter_stream, fingerprints, action, partial(reduce, tensor)).wait()
 

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fullshard.core.memory import Memory
 from fullshard.core.sharded_param import ShardedParameter
-
-
-class Sum(Protocol):
-    """A reduction over shards whose reduction over replicas is deferred."""
-
-    used: list[bool]
-
-    @property
-    def total(self) -> Tensor:
-        """The sum over the shards."""
-        ...
 
 
 class GroupGradients:
@@ -31,30 +18,28 @@ class GroupGradients:
 
         backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
-
-    Attributes:
-        has_local: whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this
-            group on this rank.
-        has_committed: whether a commit was made since gradients were last discarded. Only then does the log say whether the
-            next commit adds to `.grad`, which may differ between ranks after a failed step.
-        deferred: the last reduction, if its all-reduce over replicas is deferred.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype, memory: Memory) -> None:
-        """Start without kept gradients, except for those that `parameters` have from an earlier group.
-
-        Args:
-            parameters: the parameters of the group.
-            dtype: dtype of kept gradients.
-            memory: allocates kept gradients.
-        """
-        self._parameters, self._dtype, self._memory = parameters, dtype, memory
+    def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
+        """Start with the gradients that `parameters` have from an earlier group. `dtype`: of kept gradients."""
+        self._parameters, self._dtype = parameters, dtype
+        # Whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this group on
+        # this rank.
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
         for parameter in parameters:  # of an earlier group, whose parameters had another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
-        self.deferred: Sum | None = None
+        # Of the last reduction, if its all-reduce over replicas is deferred: the sum over the shards, and for each parameter
+        # whether this rank had a gradient.
+        self.deferred: tuple[Tensor, list[bool]] | None = None
+        # Whether a commit was made since gradients were last discarded. Only then does the log say whether the next commit adds
+        # to `.grad`, which may differ between ranks after a failed step.
         self.has_committed = False
+
+    @property
+    def are_left(self) -> bool:
+        """True if gradients of earlier backwards are not fully reduced."""
+        return self.has_local or self.deferred is not None
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
         """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of these."""
@@ -62,7 +47,7 @@ class GroupGradients:
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:
                 kept = parameter.local_grad
-                parameter.local_grad = self._memory.cast(grad, "gradients", self._dtype) if kept is None else kept.add_(grad)
+                parameter.local_grad = grad.to(self._dtype) if kept is None else kept.add_(grad)
 
     def merge(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Return the sum of `grads` and the kept gradients, and discard the kept ones."""

@@ -173,18 +173,16 @@ class Heartbeats:
             work = communicator.send(stream, fingerprints, "heartbeat", start, beat.finish, work, part=True)
         return beat, work
 
-    def read_now(self, sent: Sequence[SentHeartbeat]) -> None:
-        """Wait for these heartbeats and all earlier ones, and read them. Raises StateError if the ranks diverged."""
-        self.read(keep=0)
+    def read_sent(self, sent: Sequence[SentHeartbeat]) -> None:
+        """Read these heartbeats or, on an accelerator, all before these. Raises StateError if the ranks diverged."""
+        if self._communicator.async_device is not None:
+            self._unread += sent
+            if len(self._unread) > len(sent):
+                self.read(keep=len(sent))
+            return
         for beat, work in sent:
             work.block()
             self._check(beat)
-
-    def read_later(self, sent: Sequence[SentHeartbeat]) -> None:
-        """Wait for all heartbeats before these, and read them. Raises StateError if the ranks diverged."""
-        self._unread += sent
-        if len(self._unread) > len(sent):
-            self.read(keep=len(sent))
 
     def read(self, *, keep: int | None = None) -> None:
         """Read the heartbeats that have completed. With `keep`, wait for all but the last `keep` and read those.

@@ -19,7 +19,6 @@ from fullshard.comm.streams import CollectiveCall, Lane, Work, nothing
 from fullshard.core.communicator import Communicator
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
-from fullshard.core.memory import Purpose
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.packing import GradientParts, ReductionPlan
 from fullshard.core.param_sharding import ParamSharding
@@ -101,7 +100,7 @@ class ParamGroup:
             device=storage.device,
             shard_layout=self.shard_layout,
         )
-        self.grads = GroupGradients(parameters, dtypes.kept, storage.memory)
+        self.grads = GroupGradients(parameters, dtypes.kept)
         # Whether the flat gradient is the reduce-scatter output itself.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
@@ -149,11 +148,9 @@ class ParamGroup:
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
         # Untouched pages of torch.empty take no memory until the values are loaded.
-        memory = self.storage.memory
-        allocate = memory.empty if fresh else memory.zeros
+        allocate = torch.empty if fresh else torch.zeros
         pinned = self.storage.pinned and device.type == "cpu"
-        purpose: Purpose = "host" if self.storage.host else "shards"
-        flat = allocate(self.shard_layout.shard_numel, purpose, dtype=self.dtypes.storage, device=device, pinned=pinned)
+        flat = allocate(self.shard_layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
         if fresh:
             _zero_gaps(flat, [(place.offset, value.numel()) for place, value in zip(self.shard_layout.offsets, values)])
         shards: list[Tensor] = []

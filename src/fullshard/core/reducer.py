@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor
@@ -44,6 +43,7 @@ class GradientReducer:
     with hooks on their parameters get theirs earlier, since the hooks run as soon as the gradients are reduced.
 
     Attributes:
+        heartbeats: those that were sent, which on an accelerator are read in a later step.
         in_flight: the reduce-scatters, and the all-gathers of deleted units.
         replicating: the reductions over replicas.
         replicates: True once one of these was started.
@@ -55,15 +55,13 @@ class GradientReducer:
         self._communicator, self._listeners = communicator, listeners
         self.in_flight = InFlight()
         self.replicating = InFlight()
-        self._heartbeats = Heartbeats(communicator)
+        self.heartbeats = Heartbeats(communicator)
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
         # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
         self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
         # Since the last heartbeat. Weak references, so that a model can be deleted before the backward that ends its step.
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
-        # Reductions of parameters with gradient hooks, in `_reduced` as well. They are committed early, but never when polling
-        # finds them complete: a hook may start collectives, and the result of polling differs between ranks.
-        self._hooked: deque[Reduction] = deque()
+        self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
         self.replicates = False
         self.merged = False
         self.decided: list[Reduction] | None = None
@@ -97,8 +95,8 @@ class GradientReducer:
         limit = unit.options.comm.reductions_in_flight
         if len(self.in_flight.entries) >= limit:
             self.in_flight.make_room(limit)
-        while len(self._hooked) >= limit:
-            self._commit_early(self._hooked.popleft())
+        if self._has_hooked:
+            self._commit_early(limit - 1)
         merged = grads
         if group.grads.has_local:
             merged = group.grads.merge(grads)
@@ -145,8 +143,7 @@ class GradientReducer:
             self._keeping[unit.number] = unit
             return
         self._reduced.append((weakref.ref(unit), reduction))
-        if reduction.has_hooks:
-            self._hooked.append(reduction)
+        self._has_hooked = self._has_hooked or reduction.has_hooks
 
     def poll(self) -> None:
         """Free the memory of collectives that have completed."""
@@ -161,9 +158,7 @@ class GradientReducer:
 
     def is_undelivered(self, unit: Unit) -> bool:
         """Return True if gradients of the unit are reduced, or being reduced, and not in `.grad` yet."""
-        return any(group.grads.deferred is not None for group in unit.groups) or any(
-            owner is unit and not reduction.committed for owner, reduction in self._undelivered
-        )
+        return _is_deferred(unit) or any(owner is unit and not reduction.committed for owner, reduction in self._undelivered)
 
     def check_delivered(self, unit: Unit, *, doing: str) -> None:
         """Raise StateError if gradients of the unit are not in `.grad` yet and its groups are about to be built again."""
@@ -176,32 +171,21 @@ class GradientReducer:
         """Discard the gradients of the unit that are not in `.grad` yet: kept on this rank, deferred, or being reduced."""
         for listener in tuple(self._listeners):
             listener.on_discard(unit)
-        if any(owner is unit for owner, _ in self._undelivered) or any(
-            group.grads.deferred is not None for group in unit.groups
-        ):
-            self.in_flight.drain_quietly()
-            self.replicating.drain_quietly()
-            self._keep([(owner, reduction) for owner, reduction in self._undelivered if owner is not unit])
+        if _is_deferred(unit) or any(owner is unit for owner, _ in self._undelivered):
+            self._drop([unit.number])
         for group in unit.groups:
             group.grads.discard()
         self._keeping.pop(unit.number, None)
 
     def abort(self, units: Container[int]) -> None:
         """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
+        self.merged = False
+        self._drop(units)
+
+    def _drop(self, units: Container[int]) -> None:
         self.in_flight.drain_quietly()
         self.replicating.drain_quietly()
-        self.merged = False
-        self._keep([(unit, reduction) for unit, reduction in self._undelivered if unit.number not in units])
-
-    def _keep(self, left: Sequence[tuple[Unit, Reduction]]) -> None:
-        """Keep only these of the reductions since the last heartbeat."""
-        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in left]
-        kept = [reduction for _, reduction in left]
-        self._hooked = deque(reduction for reduction in self._hooked if reduction in kept)
-
-    def drop_heartbeats(self) -> None:
-        """Drop the unread heartbeats, when the ranks begin anew."""
-        self._heartbeats.clear()
+        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self._undelivered if unit.number not in units]
 
     def forget_deleted(self) -> None:
         """Drop the reductions of units that were deleted."""
@@ -246,21 +230,16 @@ class GradientReducer:
             )
             raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived. {remedy}")
 
-    def _commit_early(self, reduction: Reduction) -> None:
-        """Set the gradients of a reduction and run their hooks, before the end of the backward."""
-        reduction.wait_for_gradient(collectives_on_host=self._communicator.async_device is None)
-        reduction.prepare_commit()
-        commit_all([reduction])
+    def _commit_early(self, left: int) -> None:
+        """Set the oldest gradients with hooks, and run these, before the end of the backward, but for the last `left`.
 
-    def _commit_unfinished_steps(self) -> None:
-        """Commit early the reductions with hooks whose step goes on after this backward.
-
-        Their hooks may write to shards. If they ran later, the next backward might be all-gathering these shards.
+        This never depends on whether polling finds them complete, which differs between ranks: hooks may start collectives.
         """
-        unfinished = [reduction for _, reduction in self._reduced]
-        for reduction in [one for one in self._hooked if one in unfinished]:
-            self._hooked.remove(reduction)
-            self._commit_early(reduction)
+        hooked = [reduction for _, reduction in self._undelivered if reduction.has_hooks and not reduction.committed]
+        for reduction in hooked[: max(0, len(hooked) - left)]:
+            reduction.wait_for_gradient(collectives_on_host=self._communicator.async_device is None)
+            reduction.prepare_commit()
+            commit_all([reduction])
 
     # --- the end of a backward ---
 
@@ -275,15 +254,14 @@ class GradientReducer:
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
-        reduced = self._take_due()
-        self._commit_unfinished_steps()
-        if not reduced:
-            return
-        sent = self._send_heartbeats(reduced)
-        self.drain()
-        self._hooked.clear()
-        self._read(sent)
-        self._decide([reduction for _, reduction in reduced], sent)
+        due = [(unit, reduction) for unit, reduction in self._undelivered if unit.options.ends_step]
+        self._take([reduction for _, reduction in due])
+        if self._has_hooked:  # these may write to shards, which the next backward of the step might be all-gathering later
+            self._commit_early(0)
+        if due:
+            sent = self._send_heartbeats(due)
+            self.drain()
+            self._decide([reduction for _, reduction in due], sent)
 
     def _kept_in(self, touched: Sequence[Unit]) -> list[tuple[Unit, ParamGroup]]:
         """Return the groups with kept gradients whose step a backward of these units ends, oldest unit first."""
@@ -304,20 +282,13 @@ class GradientReducer:
     def _forget_reduced(self) -> None:
         """Forget the units that keep gradients no longer."""
         for number, unit in list(self._keeping.items()):
-            if not any(group.grads.has_local or group.grads.deferred is not None for group in unit.groups):
+            if not any(group.grads.are_left for group in unit.groups):
                 del self._keeping[number]
 
-    def _take_due(self) -> list[tuple[Unit, Reduction]]:
-        """Remove from `_reduced`, and return, the reductions of units whose step this backward ends."""
-        due: list[tuple[Unit, Reduction]] = []
-        left: list[tuple[weakref.ref[Unit], Reduction]] = []
-        for unit, reduction in self._undelivered:
-            if unit.options.ends_step:
-                due.append((unit, reduction))
-            else:
-                left.append((weakref.ref(unit), reduction))
-        self._reduced = left
-        return due
+    def _take(self, reductions: Sequence[Reduction]) -> None:
+        """Remove these, whose step ends, from those since the last heartbeat."""
+        gone = set(map(id, reductions))
+        self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
 
     def _send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[SentHeartbeat]:
         """Send the heartbeats of units that have them. Return these, with the calls that send them."""
@@ -325,22 +296,16 @@ class GradientReducer:
         # start before the heartbeat on every rank.
         if len(self.replicating):
             self.in_flight.drain()
-        return self._heartbeats.send(
+        return self.heartbeats.send(
             [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
         )
 
-    def _read(self, sent: Sequence[SentHeartbeat]) -> None:
-        """Read heartbeats before any gradient is set or, on an accelerator, in a later step.
+    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
+        """Decide to set the gradients of all parameters that any rank used. From then on, even an interrupt sets them.
 
         Raises StateError if the ranks diverged.
         """
-        if self._communicator.async_device is None:
-            self._heartbeats.read_now(sent)
-        else:
-            self._heartbeats.read_later(sent)
-
-    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Decide to set the gradients of all parameters that any rank used. From then on, even an interrupt sets them."""
+        self.heartbeats.read_sent(sent)
         self._forget_reduced()
         used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
         for beat, work in sent:
@@ -361,7 +326,7 @@ class GradientReducer:
                 reduction.group.grads.has_committed = True
             if reduction.prepare_commit(anywhere):
                 decided.append(reduction)
-        self._heartbeats.release(sent)
+        self.heartbeats.release(sent)
         self.decided, self.merged = decided, False
 
     # --- the end of a step by the user (an extension point) ---
@@ -372,8 +337,7 @@ class GradientReducer:
         It must if it has kept gradients or a deferred all-reduce, or if no reduction of it has started since `.grad` was last
         set.
         """
-        kept = group.grads.has_local or group.grads.deferred is not None
-        return kept or not any(reduction.group is group for _, reduction in self._reduced)
+        return group.grads.are_left or not any(reduction.group is group for _, reduction in self._reduced)
 
     def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
         """Send the heartbeats of these units' reductions. Return both, for `end`."""
@@ -389,10 +353,7 @@ class GradientReducer:
 
     def end(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
         """Wait for these reductions and their heartbeats, and set `.grad`. Starts no collective."""
-        gone = set(map(id, reductions))
-        self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
-        self._hooked = deque(reduction for reduction in self._hooked if id(reduction) not in gone)
-        self._read(sent)
+        self._take(reductions)
         self._decide(reductions, sent)
         self.assign_grads()
         self.poll()
@@ -408,9 +369,9 @@ class GradientReducer:
             finally:
                 self.decided = None
 
-    def read_heartbeats(self) -> None:
-        """Read the heartbeats that have completed, on an accelerator. Raises StateError if the ranks diverged."""
-        self._heartbeats.read()
+
+def _is_deferred(unit: Unit) -> bool:
+    return any(group.grads.deferred is not None for group in unit.groups)
 
 
 def _has_stages(reduction: Reduction) -> bool:

@@ -137,9 +137,9 @@ class Reduction:
         # An earlier reduction whose all-reduce over replicas was deferred; its sum is added to this one.
         self._earlier = group.grads.deferred
         if self._earlier is not None:
-            self.used = [now or then for now, then in zip(self.used, self._earlier.used)]
+            self.used = [now or then for now, then in zip(self.used, self._earlier[1])]
         self.is_partial = not all(self.used)
-        memory, custom = group.storage.memory, group.collectives.reduce.reduce_memory  # such as symmetric memory
+        custom = group.collectives.reduce.reduce_memory  # such as symmetric memory
         # The DTensors of an earlier step over what will be the flat gradient; None to make new ones.
         self._parts: GradientParts | None = None
         if group.parts is not None and group.parts.is_free and not self.factors.deferred:
@@ -148,7 +148,7 @@ class Reduction:
         if self._parts is not None:
             self._reduced_shard = self._parts.allocate()
         elif custom is None:
-            self._reduced_shard = memory.empty(layout.shard_numel, "gradients", dtype=dtypes.reduce, device=device)
+            self._reduced_shard = torch.empty(layout.shard_numel, dtype=dtypes.reduce, device=device)
         else:
             self._reduced_shard = custom((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         # (reduce-scatter input, output) pairs of the packed and direct gradients; `_start_slices` makes those of slices.
@@ -172,12 +172,12 @@ class Reduction:
         # `.grad` must not use memory of a custom reduce-scatter, which the next reduction overwrites.
         overwritten = custom is not None and self._sum is self._reduced_shard
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
-            self._flat = memory.empty(numel, "gradients", dtype=grad_dtype, device=device)
+            self._flat = torch.empty(numel, dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
         self._host: Tensor | None = None
         if group.storage.host and not self.factors.deferred:
             home, pinned = group.storage.home, group.storage.pinned
-            self._host = memory.empty(numel, "host", dtype=grad_dtype, device=home, pinned=pinned)
+            self._host = torch.empty(numel, dtype=grad_dtype, device=home, pin_memory=pinned)
 
     # --- on the streams of the collectives ---
 
@@ -220,18 +220,13 @@ class Reduction:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
         if self._earlier is not None:
             # Both ran on this stream, in order (on the CPU, they are waited for in order), so that sum is complete.
-            self._reduced_shard.add_(self._earlier.total)
+            self._reduced_shard.add_(self._earlier[0])
         if self.factors.has_second_step or self.factors.deferred:
             return
         if self._flat is self._sum and self._host is None and self.factors.last == 1.0:
             self.reduced = self.ready = True
         else:
             self._cast_and_offload()
-
-    @property
-    def total(self) -> Tensor:
-        """The reduce-scatter output, (shard_numel,)."""
-        return self._reduced_shard
 
     def replicate(self) -> Started:
         """Start the reduction over replicas."""
@@ -262,7 +257,7 @@ class Reduction:
     def note_started(self, work: Work) -> None:
         """Record `work`, the last work of this reduction. If replicas are deferred, the next reduction adds this one."""
         self._work = work
-        self.group.grads.deferred = self if self.factors.deferred else None
+        self.group.grads.deferred = (self._reduced_shard, self.used) if self.factors.deferred else None
 
     def release_inputs(self) -> None:
         """Release the reduce-scatter inputs. Call this after the compute stream waited for the reduce-scatter."""

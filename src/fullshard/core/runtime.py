@@ -20,7 +20,6 @@ from fullshard.checks.collective_log import CollectiveLog, Fingerprint
 from fullshard.comm.streams import Work, stream_for
 from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
-from fullshard.core.memory import MEMORY, Memory
 from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reducer import GradientReducer, Listener
@@ -59,8 +58,8 @@ class Runtime:
         """Return the runtimes of this thread."""
         return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
-    def __init__(self, communicator: Communicator, memory: Memory = MEMORY) -> None:
-        self.communicator, self.memory = communicator, memory
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
         self.scheduler = Scheduler()
         self.listeners: list[Listener] = []  # follow the backwards (an extension point)
         self.reducer = GradientReducer(self.communicator, self.listeners)
@@ -155,7 +154,7 @@ class Runtime:
             unit.names_units = True
             name_units_in(module, runs=True)
         self.trace.clear()
-        self.reducer.read_heartbeats()
+        self.reducer.heartbeats.read()
         self.communicator.roll_blocks()
         device = self.communicator.async_device
         if device is not None and _torch.is_capturing(device):
@@ -418,7 +417,7 @@ class Runtime:
         self.reducer.abort(self.backward.units)
         if everything:
             self.communicator.wait_for_all_streams()
-            self.reducer.drop_heartbeats()
+            self.reducer.heartbeats.clear()
         for unit in units:
             unit.forwards.clear()
             self._discard_unsharded(unit)

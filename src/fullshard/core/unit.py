@@ -545,7 +545,7 @@ class Unit:
     def prepare_step(self, group: ParamGroup) -> None:
         """Wait for what reads the shards of a group, before an optimizer writes them. Raise StateError if it may not now."""
         self.runtime.recover()
-        self.runtime.reducer.read_heartbeats()
+        self.runtime.reducer.heartbeats.read()
         if self.record.running and any(_torch.is_in_forward(module) for module in self.modules):
             raise StateError(f"optimizer.step() was called inside the forward of unit '{self.name}'. Call it after backward.")
         group.synchronize_host()
@@ -583,7 +583,7 @@ class Unit:
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
         # Raises for options that are illegal, and creates process groups, before anything changes.
-        self.runtime.communicator.collectives.of_axis(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
+        self.runtime.communicator.collectives_of(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])
@@ -631,7 +631,7 @@ class Unit:
             for shared, members in group_parameters(self.parameters, values, dtypes):
                 parameters = [self.parameters[i] for i in members]
                 axis = parameters[0].sharding.axis
-                collectives = self.runtime.communicator.collectives.of_axis(axis, self.options)
+                collectives = self.runtime.communicator.collectives_of(axis, self.options)
                 # From the backends; infinite for custom collectives that work in memory of their own, where all is packed.
                 direct_min_bytes = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 storage = self._storage(direct_min_bytes)
@@ -684,7 +684,6 @@ class Unit:
             pinned=pinned,
             direct=DirectRule.of(options.comm.direct_min_bytes, direct_min_bytes),
             mp=options.mp,
-            memory=self.runtime.memory.of_unit(self.unit_name),
         )
 
     def decide_gathers(self) -> None:

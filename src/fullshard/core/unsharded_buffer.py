@@ -14,7 +14,6 @@ from torch import Tensor
 from fullshard.comm.base import Started, StartedWork
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
-from fullshard.core.memory import MEMORY, Memory, Purpose
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
 
 
@@ -39,7 +38,6 @@ class Storage:
     pinned: bool  # shards in host memory are pinned, so that copies to the device do not block the host
     direct: DirectRule  # chooses the parameters with a collective of their own
     mp: MixedPrecisionPolicy  # passed to fsdp_pre_all_gather of tensor subclasses
-    memory: Memory = MEMORY  # allocates and frees
 
     @property
     def home(self) -> torch.device:
@@ -296,10 +294,8 @@ class FlatBuffer:
         collectives: GroupCollectives,
         storage: Storage,
         shard: Tensor,
-        purpose: Purpose = "gathered",
     ) -> None:
-        self._memory = storage.memory
-        self.flat = self._memory.empty(layout.unsharded_numel, purpose, dtype=dtypes.compute, device=storage.device)
+        self.flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
         self.keep = False
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
@@ -324,13 +320,13 @@ class FlatBuffer:
         """All-gather from now on from `shard`, the flat shard in new memory."""
         (storage, nbytes), was_freed = self._storages[0], not self.memory
         if was_freed:
-            self._memory.resize(storage, nbytes)  # the plan takes slices of `flat`, which needs memory for that
+            storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
         self._staging, self._custom_gather = [], None
         self._gather = self._plan(*self._planned_for, shard)
         self._storages[1:] = map(_sized, self._staging)
         self.release_staging()
         if was_freed:
-            self._memory.resize(storage, 0)
+            storage.resize_(0)
 
     def _plan(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
@@ -375,7 +371,7 @@ class FlatBuffer:
         # The subgroup's all-gather writes straight into the buffer, so it needs no staging memory.
         for storage, nbytes in self._storages if self._subgroup_gather is None else self._storages[:1]:
             if not self.keep or storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
-                self._memory.resize(storage, nbytes)
+                storage.resize_(nbytes)
         if self._subgroup_gather is not None or self._plan_custom is None:
             return self._subgroup_gather or self._gather
         if self._custom_gather is None:
@@ -391,13 +387,13 @@ class FlatBuffer:
             return
         self._custom_gather = self._subgroup_shard = None
         for storage, _ in self._storages[1:]:
-            self._memory.resize(storage, 0)
+            storage.resize_(0)
 
     def free(self) -> None:
         """Free the memory, unless it is kept. The tensors and their storages stay."""
         if not self.keep:
             for storage, _ in self._storages:
-                self._memory.resize(storage, 0)
+                storage.resize_(0)
 
     @property
     def memory(self) -> int:
@@ -417,7 +413,7 @@ class FlatBuffer:
             # The buffer is divided by elements and not by parameters, so this works for every layout, dtype and shard dim.
             part = self.flat.view(subgroup.ranks, -1)[subgroup.rank]
             if self._subgroup_shard is None or not self.keep:
-                self._subgroup_shard = self._memory.empty(part.numel(), "gathered", dtype=part.dtype, device=part.device)
+                self._subgroup_shard = torch.empty_like(part)
             self._subgroup_shard.copy_(part)
             self._subgroup_gather = PlannedAllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
 

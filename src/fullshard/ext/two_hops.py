@@ -208,7 +208,7 @@ class TwoHopGroup(ParamGroup):
         return FlatBuffer(self.layout, dtypes, self.collectives, storage, inner.flat)
 
     def _make_inner(self) -> FlatBuffer:
-        return FlatBuffer(self.shard_layout, self.dtypes, self._over_replicas, self.storage, self.shard, "shards")
+        return FlatBuffer(self.shard_layout, self.dtypes, self._over_replicas, self.storage, self.shard)
 
     def gather_copy(self, communicator: Communicator, action: str) -> FlatBuffer:
         """All-gather over both hops into memory of its own. Collective."""
@@ -231,8 +231,7 @@ class TwoHopGroup(ParamGroup):
 
     def new_sum(self, reduced: Tensor) -> Tensor:
         """Allocate the sum over all ranks, which is a part of the sum over shards."""
-        numel, memory = self.shard_layout.shard_numel, self.storage.memory
-        return memory.empty(numel, "gradients", dtype=reduced.dtype, device=reduced.device)
+        return reduced.new_empty(self.shard_layout.shard_numel)
 
     def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:
         """Start the reduce-scatter of the sum over shards, which has the layout of the inner shard, over the replicas."""

@@ -265,7 +265,7 @@ class PreparedShard:
         refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
         _check_tensors(refs, managed, axis)
         # Raises for illegal options, and creates process groups, before anything of the model changes.
-        self.runtime.communicator.collectives.of_axis(axis, options)
+        self.runtime.communicator.collectives_of(axis, options)
         for ref in refs:
             if ref.parameter not in self._decided:
                 keeps = self._mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)

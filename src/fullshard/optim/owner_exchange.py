@@ -350,7 +350,7 @@ class OwnerExchange:
         """All-gather the results over the replicas, in place. Each replica computed a part of the matrices."""
         replicas, communicator = self._axis.replicas, self._communicator
         assert replicas is not None
-        start = communicator.collectives.of_process_group(replicas.group).gatherer([every], [own])
+        start = communicator.collectives_of_group(replicas.group).gatherer([every], [own])
         start = self._counted("all_gather", every, self.plan.replicas, start)
         communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
 
@@ -366,7 +366,7 @@ class OwnerExchange:
             received.copy_(sent)
             return None
         # The built-in collectives, since custom ones need not implement all_to_all.
-        collectives: Any = communicator.collectives.of_process_group(group)
+        collectives: Any = communicator.collectives_of_group(group)
         all_to_all = partial(collectives.all_to_all, received, sent, received_sizes, sent_sizes)
         start = self._counted("all_to_all", sent, self.plan.ranks, all_to_all)
         call = communicator.send(communicator.all_gather_stream, self._fingerprints, action, start)
