@@ -15,7 +15,6 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.base import Allocate
 from fullshard.core.layout import GroupLayout, ParamOffsets, Segment, Slice
-from fullshard.core.memory import Memory
 from fullshard.core.unsharded_buffer import dim_permutation
 from fullshard.policies import Dtypes
 
@@ -104,10 +103,10 @@ class GradientParts:
         is_free: whether its memory is freed, since the user let go of them.
     """
 
-    __slots__ = ("_counts", "_memory", "_nbytes", "flat", "grads", "is_free")
+    __slots__ = ("_counts", "_nbytes", "flat", "grads", "is_free")
 
-    def __init__(self, flat: Tensor, grads: Sequence[Any], memory: Memory) -> None:
-        self.flat, self.grads, self.is_free, self._memory = flat, grads, False, memory
+    def __init__(self, flat: Tensor, grads: Sequence[Any]) -> None:
+        self.flat, self.grads, self.is_free = flat, grads, False
         self._nbytes = flat.untyped_storage().size()
         self._counts = _torch.holders(grads, flat)
 
@@ -116,12 +115,12 @@ class GradientParts:
         is_set = any(map(operator.is_not, map(_grad, parameters), repeat(None)))
         if not is_set and _torch.holders(self.grads, self.flat) == self._counts:
             self.is_free = True
-            self._memory.resize(self.flat.untyped_storage(), 0)
+            self.flat.untyped_storage().resize_(0)
 
     def allocate(self) -> Tensor:
         """Allocate the memory again, and return the flat gradient."""
         self.is_free = False
-        self._memory.resize(self.flat.untyped_storage(), self._nbytes)
+        self.flat.untyped_storage().resize_(self._nbytes)
         return self.flat
 
 

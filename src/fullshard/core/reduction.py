@@ -356,7 +356,7 @@ class Reduction:
         if flat.dtype != group.dtypes.storage:
             origins, specs = repeat(None), [p.sharding.spec(flat.dtype) for p in group.parameters]
         grads = _torch.parts_of(flat, plan.views, origins, specs, plan.keys, (plan.views, flat))
-        return GradientParts(flat, grads, group.storage.memory)
+        return GradientParts(flat, grads)
 
     def discard_gradients(self) -> str:
         """Set `.grad` of all parameters of the group to None, and return the name of their unit."""
