@@ -198,6 +198,3 @@ class Communicator(Streams):
         collectives = self.collectives_of_group(axis.group)
         reduce = collectives.all_reduce_max if maximum else collectives.all_reduce
         self.send(self.reduce_scatter_stream, fingerprints, action, partial(reduce, tensor)).wait()
-
-
-__all__ = ["Communicator"]

@@ -51,19 +51,6 @@ class Heartbeat:
         reductions: the reductions that it ends; empty once their gradients are set.
     """
 
-    __slots__ = (
-        "_async_device",
-        "_bytes",
-        "_head",
-        "_message",
-        "_pinned",
-        "_received",
-        "_written",
-        "length",
-        "log",
-        "reductions",
-    )
-
     log: CollectiveLog
     reductions: list[Reduction]
 
@@ -215,6 +202,3 @@ class Heartbeats:
             text = "" if watchdog is None else watchdog.diagnose_desync(beat.log)
             beat.log.close(text or "The ranks ran different units, or the same units in different orders, in this step.")
             raise StateError(beat.log.desync_error)
-
-
-__all__ = ["Heartbeat", "Heartbeats", "SentHeartbeat", "message_length"]

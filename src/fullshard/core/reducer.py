@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 
-from fullshard.comm.streams import InFlight, Work
+from fullshard.comm.streams import InFlight
 from fullshard.core.communicator import Communicator
 from fullshard.core.heartbeat import Heartbeats, SentHeartbeat
 from fullshard.core.param_group import ParamGroup
@@ -66,18 +66,10 @@ class GradientReducer:
         self.merged = False
         self.decided: list[Reduction] | None = None
 
-    def __len__(self) -> int:
-        """Return the number of collectives in flight."""
-        return len(self.in_flight) + len(self.replicating)
-
     @property
     def _undelivered(self) -> list[tuple[Unit, Reduction]]:
         """The reductions since the last heartbeat, with their units."""
         return [(unit, reduction) for reference, reduction in self._reduced if (unit := reference()) is not None]
-
-    def track(self, work: Work, on_done: Callable[[], None]) -> None:
-        """Keep the memory of `work` alive until it has been waited for, then call `on_done`, which frees the memory."""
-        self.in_flight.push(work, on_done, polled=False)
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None], *, last: bool = False) -> None:
         """Start to reduce the gradients of a group or, if its unit does not reduce in this backward, keep them on this rank.
@@ -381,6 +373,3 @@ def _has_stages(reduction: Reduction) -> bool:
     """
     group = reduction.group
     return reduction.factors.has_second_step or group.layout.ranks > 2
-
-
-__all__ = ["GradientReducer", "Listener"]

@@ -122,7 +122,7 @@ class Runtime:
         self.reducer.forget_deleted()
         self.update_timeouts()
         for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
-            self.reducer.track(work, group.free_unsharded)
+            self.reducer.in_flight.push(work, group.free_unsharded, polled=False)
 
     def update_timeouts(self, *more: CheckPolicy) -> None:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
