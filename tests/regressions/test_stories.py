@@ -805,7 +805,7 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_though_the_engine_d
             threading.Timer(0.3 * (world.rank == world.size - 1), held.clear).start()
         else:
             with (
-                mock.patch("fullshard.core.backward.PATIENCE", 0.2),
+                mock.patch("fullshard.core.runtime.PATIENCE", 0.2),
                 pytest.raises(StateError, match=r"while a backward of another thread runs, which has reached .*'blocks\.0'"),
             ):
                 sharded(world.mine(batch(0)))

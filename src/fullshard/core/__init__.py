@@ -3,7 +3,7 @@
 state, optim, ext, wrap, fsdp1, weights, foresight and tools import the names below, and nothing from the files. If a package
 needs another name, add it. The first line of each file says what it is; read them in this order:
 
-the life of a unit:      unit, runtime, scheduler, backward, hooks, units, module_tree, unit_options
+the life of a unit:      unit, runtime, scheduler, hooks, units, module_tree, unit_options
 memory and messages:     param_group, layout, unsharded_buffer, packing, reduction, reducer, group_grads, heartbeat
 one parameter:           sharded_param, sharded_tensor, shard_values, param_sharding, mesh, subclasses
 ranks and the outside:   communicator, agreement, extension_points
@@ -58,7 +58,7 @@ from fullshard.core.param_group import ParamGroup, group_class, register_group
 from fullshard.core.param_sharding import CHOOSE_AXIS, ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient
-from fullshard.core.runtime import Runtime, make_unit
+from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import (
     Action,
     ForwardCall,

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,38 +29,34 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields:
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if value is None or isinstance(value, (str, int, float)):
+    parts: dict[Any, Any]
+    if hasattr(value, "_asdict"):  # a named tuple
+        parts = value._asdict()
+        if isinstance(value, PackedSequence):
+            del parts["batch_sizes"]  # which must stay on the CPU
+    elif isinstance(value, (list, tuple)):
+        parts = dict(enumerate(value))
+    elif isinstance(value, dict):
+        parts = value
+    elif dataclass_fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    else:
         return value
-    inner = partial(map_tensors, fn=fn, dataclass_fields=dataclass_fields)
-    if isinstance(value, PackedSequence):  # whose `batch_sizes` must stay on the CPU
-        data, sizes, *indices = value
-        changed_parts = [inner(data), *map(inner, indices)]
-        if all(new is old for new, old in zip(changed_parts, (data, *indices))):
-            return value
-        return PackedSequence(changed_parts[0], sizes, *changed_parts[1:])
+    changed = {key: map_tensors(part, fn, dataclass_fields=dataclass_fields) for key, part in parts.items()}
+    if all(changed[key] is part for key, part in parts.items()):
+        return value
+    if hasattr(value, "_asdict"):
+        return value._replace(**changed)
     if isinstance(value, (list, tuple)):
-        items = [inner(item) for item in value]
-        if all(new is old for new, old in zip(items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: inner(item) for key, item in value.items()}
-        if all(changed[key] is value[key] for key in value):
-            return value
-        result: Any = copy.copy(value)
-        for key, item in changed.items():  # not update(): some mappings forbid it
-            result[key] = item
-        return result
-    if dataclass_fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
-        changed = {name: inner(item) for name, item in fields.items()}
-        if all(changed[name] is item for name, item in fields.items()):
-            return value
-        made: Any = copy.copy(value)
-        for name, item in changed.items():
-            object.__setattr__(made, name, item)
-        return made
-    return value
+        return type(value)(list(changed.values()))
+    made = copy.copy(value)
+    for key, part in changed.items():
+        if isinstance(value, dict):  # not update(): some mappings forbid it
+            made[key] = part
+        else:
+            object.__setattr__(made, key, part)
+    return made
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -268,18 +263,6 @@ class StateHooks:
             recovered(self._unit).refresh(assigned=True)
 
 
-_REGISTRIES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
-
 def remove_hooks(unit: Unit) -> None:
     """Remove all hooks of the unit."""
     for _, handle in unit.hooks:
@@ -292,8 +275,9 @@ def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
     for ref, handle in unit.hooks:
         module = ref()
         copied = None if module is None else copies.get(id(module))
-        for name in _REGISTRIES if copied is not None else ():
-            getattr(copied, name).pop(handle.id, None)
+        for name, registry in () if copied is None else vars(copied).items():
+            if "_hooks" in name:
+                registry.pop(handle.id, None)
 
 
 def install_hooks(unit: Unit) -> None:

@@ -72,13 +72,21 @@ def collect(
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}
+
+    def enters(module: nn.Module) -> bool:
+        return not _torch.is_non_composable(module) and (id(module) in root_ids or not is_unit(module))
+
+    def has_only_ignored(module: nn.Module) -> bool:
+        ids = {id(parameter) for parameter in module.parameters()}
+        return len(ids) > 0 and ids <= ignored_ids and next(module.buffers(), None) is None
+
     modules: list[nn.Module] = []
     refs: dict[int, ParamRef] = {}
     buffers: dict[int, tuple[str, Slot, Tensor]] = {}
     seen: set[int] = set()
     for index, root in enumerate(roots):
-        for prefix, module in _post_order(root, f"{index}." if len(roots) > 1 else "", seen, root_ids, is_unit):
-            if id(module) in root_ids or not _has_only_ignored(module, ignored_ids):
+        for prefix, module in _post_order(root, f"{index}." if len(roots) > 1 else "", seen, enters):
+            if id(module) in root_ids or not ignored_ids or not has_only_ignored(module):
                 modules.append(module)
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) not in ignored_ids:
@@ -102,32 +110,18 @@ def clean_name(name: str) -> str:
 
 def children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (qualified name, module) of `root` and its submodules, children in registration order before parents, each once."""
-    for prefix, module in _post_order(root, "", set(), {id(root)}, lambda module: False, enter_all=True):
+    for prefix, module in _post_order(root, "", set(), lambda module: True):
         yield prefix.rstrip("."), module
 
 
 def _post_order(
-    module: nn.Module,
-    prefix: str,
-    seen: set[int],
-    root_ids: set[int],
-    is_unit: Callable[[nn.Module], bool],
-    *,
-    enter_all: bool = False,
+    module: nn.Module, prefix: str, seen: set[int], enters: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix, module) of `module` and its submodules, children first, each once; skip units unless `enter_all`."""
+    """Yield (prefix, module) of `module` and its submodules, children first, each once, as far as `enters` says."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    if not enter_all and ((id(module) not in root_ids and is_unit(module)) or _torch.is_non_composable(module)):
-        return
-    for name, child in module.named_children():
-        yield from _post_order(child, f"{prefix}{name}.", seen, root_ids, is_unit, enter_all=enter_all)
-    yield prefix, module
-
-
-def _has_only_ignored(module: nn.Module, ignored_ids: set[int]) -> bool:
-    if not ignored_ids:
-        return False
-    parameters = list(module.parameters())
-    return bool(parameters) and all(id(p) in ignored_ids for p in parameters) and not any(True for _ in module.buffers())
+    if enters(module):
+        for name, child in module.named_children():
+            yield from _post_order(child, f"{prefix}{name}.", seen, enters)
+        yield prefix, module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 import weakref
 from collections import deque
@@ -18,19 +19,17 @@ from torch.autograd.profiler import record_function
 from fullshard import _torch
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint
 from fullshard.comm.streams import Work, stream_for
-from fullshard.core.backward import RunningBackward
 from fullshard.core.communicator import Communicator
-from fullshard.core.mesh import ShardAxis
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reducer import GradientReducer, Listener
 from fullshard.core.scheduler import Action, Move, Residency, Scheduler, UnitRecord
-from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, is_attached
-from fullshard.core.unit_options import UnitOptions
 from fullshard.core.units import name_units_in, units_below
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
+
+PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop a backward that raised
 
 
 class Runtime:
@@ -78,7 +77,7 @@ class Runtime:
         self._thread = get_ident()
 
         # All-gathers in flight: number of the unit -> its groups and their work.
-        self._gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
+        self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
         # Called with each move, its unit and a function that runs it, instead of that function; None for the function alone.
         self._around: Callable[[Move, Unit, Callable[[], None]], None] | None = None
 
@@ -99,7 +98,8 @@ class Runtime:
         unit.undone = True
         self.reducer.discard(unit)
         self.kept.discard(unit)
-        self._forget(unit.number)
+        self._deleted.append(unit.number)
+        self.forget_deleted()
 
     def unit(self, number: int) -> Unit | None:
         """Return the unit with this number, None if it is deleted."""
@@ -113,16 +113,13 @@ class Runtime:
     def forget_deleted(self) -> None:
         """Unregister the units that were deleted, which may have happened on any thread, in the middle of an event."""
         while self._deleted:
-            self._forget(self._deleted.popleft())
-
-    def _forget(self, number: int) -> None:
-        if self._units.pop(number, None) is None:
-            return
-        self.scheduler.unregister(number)
-        self.reducer.forget_deleted()
-        self.update_timeouts()
-        for group, work in self._gathering.pop(number, ()):  # messages still arrive in this memory
-            self.reducer.in_flight.push(work, group.free_unsharded, polled=False)
+            number = self._deleted.popleft()
+            if self._units.pop(number, None) is not None:
+                self.scheduler.unregister(number)
+                self.reducer.forget_deleted()
+                self.update_timeouts()
+                for group, work in self.gathering.pop(number, ()):  # messages still arrive in this memory
+                    self.reducer.in_flight.push(work, group.free_unsharded, polled=False)
 
     def update_timeouts(self, *more: CheckPolicy) -> None:
         """Take patience and timeout from the check policies of all units. `more`: of a unit that is about to be created."""
@@ -138,10 +135,6 @@ class Runtime:
     def _drop_stale(self) -> None:
         """Reshard the stale units among the kept ones."""
         self.run(self.scheduler.drop_stale(sorted(unit.number for unit in self.kept if unit.stale)))
-
-    def is_gathering(self, number: int) -> bool:
-        """Return True if an all-gather of the unit is in flight."""
-        return number in self._gathering
 
     # --- forward ---
 
@@ -188,14 +181,14 @@ class Runtime:
                     if not unit.gathers_decided:
                         unit.decide_gathers()
                     text = "backward gather" if self.backward.underway else "forward gather"
-                    works = self._gathering[number] = []
+                    works = self.gathering[number] = []
                     for group in unit.groups:
                         works.append((group, group.start_all_gather(self.communicator, text)))
                 elif move is Move.WAIT:
-                    for group, work in self._gathering[number]:
+                    for group, work in self.gathering[number]:
                         work.wait()
                         group.finish_all_gather()
-                    del self._gathering[number]
+                    del self.gathering[number]
                     if unit.record.unsharded_by_user or unit.record.resident_blocks:
                         unit.expose()
                 elif move is Move.RESHARD:
@@ -206,7 +199,7 @@ class Runtime:
                 else:
                     self._end_unit(unit, reduces=move is Move.REDUCE)
             except BaseException:
-                for _, failed in actions[index:]:
+                for failed in dict.fromkeys(number for _, number in actions[index:]):
                     unit = self.unit(failed)
                     if unit is not None:
                         self._discard_unsharded(unit)
@@ -424,7 +417,7 @@ class Runtime:
             for group in unit.groups:
                 group.drop_gradients()
         if everything:
-            self._gathering.clear()  # those of units that were deleted, which no later step may wait for
+            self.gathering.clear()  # those of units that were deleted, which no later step may wait for
         self.scheduler.reset(None if everything else numbers)
         for unit in discard:
             self.reducer.discard(unit)
@@ -433,7 +426,7 @@ class Runtime:
     def _discard_unsharded(self, unit: Unit) -> None:
         """Free the unsharded parameters of a unit, whatever state they are in."""
         self.scheduler.discard(unit.number)
-        gathering = self._gathering.pop(unit.number, None)
+        gathering = self.gathering.pop(unit.number, None)
         unit.exposed = {}  # what the user wrote to them is discarded
         # Memory that messages still arrive in must not be reused. On an accelerator, order the compute stream behind them. On
         # the CPU they may never come, and keep their memory alive themselves.
@@ -450,13 +443,66 @@ class Runtime:
                 group.free_unsharded()
 
 
-def make_unit(
-    modules: Sequence[nn.Module],
-    parameters: list[ShardedParameter],
-    axis: ShardAxis,
-    options: UnitOptions,
-    *,
-    global_id: int | None = None,
-) -> Unit:
-    """Create a unit, and its runtime if there is none yet. `global_id`: of the unit that it is a copy of."""
-    return Unit(modules, parameters, axis, options, Runtime.of(axis.device, options.comm), global_id=global_id)
+class RunningBackward:
+    """The outermost backward that entered a unit.
+
+    autograd's engine holds the only reference to the callback at its end. If that is deleted without having run, the backward
+    raised.
+
+    On an accelerator the engine runs nodes on its own threads. One of them may hold that reference for a moment after the
+    caller has caught the exception, so `has_raised` waits for it.
+    """
+
+    def __init__(self, on_raised: Callable[[], None]) -> None:
+        """`on_raised`: called as soon as the backward raises; it must not start collectives."""
+        self._on_raised = on_raised
+        self._end: weakref.ref[Callable[[], None]] | None = None
+
+        # A backward has begun and not ended, even if it raised; it raised, so that it will never end.
+        self.underway = self.raised = False
+
+        # Parameters get gradients in it, as far as it is known. Then every unit that it enters from then on is reduced. False
+        # until then, and in a backward that reaches inputs only.
+        self.collects = False
+
+        # The units that it entered, by number, and the numbers of those of which no parameter gets a gradient.
+        self.units: dict[int, Unit] = {}
+        self.passed: set[int] = set()
+
+    def begin(self, leave: Callable[[], None]) -> None:
+        """Begin a backward. The engine calls `leave` when it ends."""
+        end = partial(leave)
+        self._end = weakref.ref(end, self.mark_raised)
+        self.underway, self.raised = True, False
+        _torch.on_backward_end(end)
+
+    def has_raised(self) -> bool:
+        """Return True if the backward raised, after the engine has dropped it.
+
+        Raises StateError if it still runs on another thread after `PATIENCE` seconds.
+        """
+        if self.underway and not self.raised and _torch.current_graph_task() == -1:
+            limit = time.monotonic() + PATIENCE
+            while not self.raised:
+                if time.monotonic() > limit:
+                    names = ", ".join(f"'{unit.name}'" for unit in self.units.values())
+                    raise StateError(
+                        f"A unit was used while a backward of another thread runs, which has reached {names}. Use the units of "
+                        "a device from one thread at a time, and begin a forward after backward() has returned."
+                    )
+                time.sleep(1e-4)  # let the thread run that holds the callback
+        return self.raised
+
+    def mark_raised(self, _: object = None) -> None:
+        """Record that the backward, or its end, raised."""
+        self._end = None  # an exception keeps the caller's frame alive, and with it the callback
+        try:
+            self._on_raised()
+        finally:
+            self.raised = True  # last, since another thread may be waiting for it
+
+    def stop(self) -> None:
+        """End the backward, but keep the units that it entered."""
+        self._end = None  # without the reference its callback is not called
+        self.underway = self.raised = self.collects = False
+        self.passed.clear()

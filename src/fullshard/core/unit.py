@@ -58,16 +58,7 @@ class Unit:
         *,
         global_id: int | None = None,
     ) -> None:
-        """Create a unit, and put its parameters into groups.
-
-        Args:
-            modules: the modules that `fully_shard` was called on.
-            parameters: the parameters that the unit owns.
-            axis: the mesh axes over which they are sharded and replicated.
-            options: the resolved options.
-            runtime: runs the unit.
-            global_id: that of the unit that this one is a copy of, None for a new unit.
-        """
+        """Create a unit, and put its parameters into groups. `global_id`: of the unit that it is a copy of."""
         self.runtime = runtime
         # Shared with the parameters and the log, so that a new name reaches their texts.
         self.unit_name = UnitName(type(modules[0]).__name__)
@@ -149,10 +140,14 @@ class Unit:
             runtime.recover()
         if self.refused or self.shows_plain:
             self._refuse_forward()
-        if record.running:
-            self._end_if_cut_short(module)
-        if _torch.current_graph_task() != -1:
-            self._begin_recomputation(module)
+        runs_outermost = record.running and scheduler.is_outermost(record.number) and not (self.is_list or self.methods)
+        if runs_outermost and not _torch.is_in_forward(module, outer=True):  # no hook told the end of that forward
+            runtime.abort_in_progress()
+        if _torch.current_graph_task() != -1:  # activation checkpointing
+            self.check_first_use(module)
+            runtime.begin_backward()
+            runtime.backward.units[record.number] = self
+            runtime.run(scheduler.before_recompute(record.number, stale=self.stale_in_backward()))
         elif self.is_list and record.running:  # a later module
             self.check_first_use(module)
             scheduler.continue_forward(record.number, id(module))
@@ -183,12 +178,6 @@ class Unit:
             "write. Call it outside, or keep the model unsharded with resident()."
         )
 
-    def _end_if_cut_short(self, module: nn.Module) -> None:
-        """End the forward of an outermost unit that runs as far as is known, if no hook told its end."""
-        inside = self.is_list or self.methods or _torch.is_in_forward(module, outer=True)
-        if not inside and self.runtime.scheduler.is_outermost(self.number):
-            self.runtime.abort_in_progress()
-
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
         """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
 
@@ -202,14 +191,6 @@ class Unit:
         for check in self.first_use:
             if not check(self, module):
                 self.first_use = [one for one in self.first_use if one != check]
-
-    def _begin_recomputation(self, module: nn.Module) -> None:
-        """Unshard for a forward inside of backward (activation checkpointing)."""
-        runtime, number = self.runtime, self.record.number
-        self.check_first_use(module)
-        runtime.begin_backward()
-        runtime.backward.units[number] = self
-        runtime.run(runtime.scheduler.before_recompute(number, stale=self.stale_in_backward()))
 
     def post_forward(self, module: nn.Module, *, failed: bool = False) -> ForwardCall | None:
         """Reshard the parameters. Return the call for a `BackwardHook` on the outputs, None if it cannot have a backward."""
@@ -384,7 +365,7 @@ class Unit:
 
     def invalidate_unsharded(self) -> None:
         """Drop the unsharded parameters, before the groups are built again."""
-        if self.runtime.is_gathering(self.number) or self.residency is Residency.FULL:
+        if self.number in self.runtime.gathering or self.residency is Residency.FULL:
             self.uninstall()
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
         for group in self.groups:
@@ -470,10 +451,8 @@ class Unit:
         """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""
         self.check_idle(doing=doing)
         self.check_unmodified()
-        self.uninstall()
-        self.runtime.run(self.runtime.scheduler.reshard(self.number))
+        self.invalidate_unsharded()
         for group in self.groups:
-            group.drop_kept_shards()
             group.synchronize_host()
 
     def ensure_sharded(self, *, doing: str) -> None:

@@ -20,9 +20,10 @@ from fullshard.core.mesh import MeshDims, ShardAxis, check_order, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
 from fullshard.core.param_group import group_class
 from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
-from fullshard.core.runtime import Runtime, make_unit
+from fullshard.core.runtime import Runtime
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, replacement_of
+from fullshard.core.unit import Unit
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.units import name_units_in, unit_of
 from fullshard.errors import warn_once
@@ -240,7 +241,7 @@ class PreparedShard:
             counters: dict[torch.device, DTensor] = {}  # of writes, which the parameters share
             given = zip(refs, decided)
             new = [ShardedParameter(ref, how, keeps_dtype=keeps, counters=counters) for ref, (how, keeps) in given]
-            unit = make_unit(self.modules, [*ties.take(), *new], self._axis, self._options)
+            unit = Unit(self.modules, [*ties.take(), *new], self._axis, self._options, self.runtime)
             for parameter, ref in zip(new, refs):
                 replace_with_sharded(parameter, ref.parameter)
             ties.install()

@@ -17,6 +17,7 @@ from fullshard.core import (
     Originals,
     ParamRef,
     ParamSharding,
+    Runtime,
     ShardAxis,
     ShardedParameter,
     Slot,
@@ -26,7 +27,6 @@ from fullshard.core import (
     clone_shard,
     detach_unit,
     install_hooks,
-    make_unit,
     remove_hooks_from_copies,
     units_below,
     user_attributes,
@@ -162,7 +162,8 @@ def from_snapshot(parts: ShardedSnapshot) -> nn.Module:
                 parameter = ShardedParameter(ref, sharding, ref.parameter, keeps_dtype=keeps_dtype, grad_dtype=grad_dtype)
                 parameter.sharded.__dict__.update(attributes)
                 rebuilt.append(parameter)
-            unit = make_unit(one.modules, rebuilt, one.axis, one.options, global_id=one.global_id)
+            runtime = Runtime.of(one.axis.device, one.options.comm)
+            unit = Unit(one.modules, rebuilt, one.axis, one.options, runtime, global_id=one.global_id)
             unit.unit_name.name = one.name
             for parameter in rebuilt:
                 parameter.put(parameter.sharded)
