@@ -25,6 +25,7 @@ from fullshard.core.reducer import GradientReducer, Listener
 from fullshard.core.scheduler import Action, Move, Residency, Scheduler, UnitRecord
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, is_attached
+from fullshard.core.unit_options import KeepAfterForward
 from fullshard.core.units import name_units_in, units_below
 from fullshard.errors import StateError
 from fullshard.policies import CheckPolicy, CommPolicy
@@ -129,7 +130,8 @@ class Runtime:
         """All-gather these units anew, if they are kept unsharded between steps. Collective."""
         self.communicator.wait_for_next_event()
         self._drop_stale()
-        self.run(self.scheduler.unshard_kept(unit.number for unit in units))
+        kept = [unit.record for unit in units if unit.options.retention is KeepAfterForward.KEPT]
+        self.run([start for record in kept for start in self.scheduler.start_unshard(record)])
         self.run([wait for unit in units for wait in self.scheduler.finish_unshard(unit.number)])
 
     def _drop_stale(self) -> None:

@@ -319,12 +319,6 @@ class Scheduler:
         kept = [record for record in records if record.options.retention is KeepAfterForward.KEPT and not record.is_pinned]
         return [action for record in kept for action in (*self.finish_unshard(record.number), *self._reshard(record))]
 
-    def unshard_kept(self, units: Iterable[int]) -> list[Action]:
-        """Start the all-gathers of the sharded units among these, if they are kept between steps."""
-        records = [self._records[unit] for unit in units]
-        kept = [record for record in records if record.options.retention is KeepAfterForward.KEPT]
-        return [action for record in kept for action in self._start_unshard(record)]
-
     def after_forward(self, unit: int, *, grad: bool, part: int | None = None) -> ForwardResult:
         """Reshard the unit according to its policy.
 
@@ -591,7 +585,7 @@ class Scheduler:
         actions = self._drop(record) if stale else []
         if itself and record.residency is Residency.SHARDED:
             self.stats.missed += order.has_left
-            actions += self._start_unshard(record)
+            actions += self.start_unshard(record)
         if record.residency is Residency.GATHERING:
             self.prefetched.pop(unit, None)
             record.residency = Residency.FULL
@@ -631,7 +625,7 @@ class Scheduler:
     def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Start to unshard a unit for the user, who waits for it later. `stale`: unshard it again."""
         record = self._records[unit]
-        actions = (self._drop(record) if stale else []) + self._start_unshard(record)
+        actions = (self._drop(record) if stale else []) + self.start_unshard(record)
         self.prefetched.pop(unit, None)
         record.unsharded_by_user = True
         return actions
@@ -651,7 +645,7 @@ class Scheduler:
         record.residency = Residency.FULL
         return [(Move.WAIT, unit)]
 
-    def _start_unshard(self, record: UnitRecord) -> list[Action]:
+    def start_unshard(self, record: UnitRecord) -> list[Action]:
         """Start the all-gather of a unit, if it is sharded."""
         if record.residency is not Residency.SHARDED:
             return []
