@@ -31,13 +31,20 @@ from fullshard.foresight.recorder import AllocationWatch
 def peak_of(events: list[tuple[int, int]], delivered: set[int]) -> int:
     """Return the largest sum of allocated bytes, without the memory that holds the `delivered` gradients at the end.
 
+    Frees of what was allocated before are ignored: fullshard frees gradients of the step before in the forward, not earlier.
+
     Args:
         events: (address, bytes) of each allocation, with negative bytes where memory is freed, in order.
         delivered: addresses of the gradient shards.
     """
     last = {address: at for at, (address, nbytes) in enumerate(events) if nbytes > 0}
     level = peak = 0
+    here: set[int] = set()
     for at, (address, nbytes) in enumerate(events):
+        if nbytes > 0:
+            here.add(address)
+        elif address not in here:
+            continue
         if address not in delivered or at != last[address]:
             level += nbytes
             peak = max(peak, level)

@@ -87,7 +87,7 @@ def in_forward_only(synchronize: Any = ParamGroup.synchronize_host) -> Callable[
 def sum_as_the_hop_is_sent(reduction: Any, work: Any, sent: Any = Reduction.note_started) -> None:
     sent(reduction, work)
     if isinstance(reduction.group, TwoHopGroup) and not reduction.factors.deferred:
-        reduction._reduced_shard = reduction._sum
+        reduction.reduced_shard = reduction._sum
 
 
 def given_back_as_it_is_read(group: Any, *arguments: Any, gather: Any = ParamGroup.start_all_gather) -> Any:

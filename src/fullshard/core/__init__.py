@@ -94,9 +94,9 @@ from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.core.units import attach_unit, detach_unit, own_modules, recovered, require_unit, unit_of, units_below, units_of
 from fullshard.core.unsharded_buffer import (
+    AllGather,
     FlatBuffer,
     GroupCollectives,
-    PlannedAllGather,
     Storage,
     UnshardedBuffer,
     tensor_on_storage,

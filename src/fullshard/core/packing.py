@@ -248,6 +248,3 @@ def pack(
             full = full if factor == 1.0 else full * factor
         messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
     return messages
-
-
-__all__ = ["GradientParts", "ReductionPlan", "copy_slice", "pack"]

@@ -43,22 +43,12 @@ class ParamGroup:
         parameters: the sharded parameters, in the order of `layout.offsets`.
         sharded: their DTensors.
         fingerprints: hashes of the group's collectives for the collective log.
-        dtypes: dtypes of storage, computation, reductions, kept gradients and `.grad`.
-        collectives: the process groups' collectives for all-gather, reduce-scatter and all-reduce.
-        storage: devices and memory options of the shards and the unsharded buffer.
         layout: layout of the all-gather over the shard axis, and of the reduce-scatter; fixed.
         shard_layout: layout of the flat shard: `layout`, unless shards are divided over the replicas as well.
         shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed.
         is_replicated: whether the group has scalars, which are replicated on all ranks.
         grads: gradients kept between backwards.
-        divided: text of the last reduction with `set_gradient_divide_factor`, in the log.
-        installed: whether the unsharded parameters are registered on the modules.
-        has_hooks: whether a parameter has user hooks, which run when its gradient is committed.
-        frozen: names of the parameters that do not require grad.
-        must_look: whether `frozen` and `has_hooks` may be out of date.
-        writes: number of writes to the shards that were noted since no counter of torch shows them.
-        slots: the places of the parameters; None to look for them at the next `install`.
     """
 
     flat = True
@@ -75,16 +65,9 @@ class ParamGroup:
         fingerprints: GroupFingerprints,
         unwritten: Container[int] = (),
     ) -> None:
-        """Copy the shards into a new flat shard and plan the collectives. Call `bind_parameters` before anything else.
+        """Copy `values`, this rank's shards, into a new flat shard. Call `bind_parameters` before anything else.
 
-        Args:
-            parameters: the parameters of the group.
-            values: this rank's shard of each parameter.
-            dtypes: dtypes of the group.
-            collectives: collectives of the group's process groups.
-            storage: devices and memory options.
-            fingerprints: hashes for the collective log.
-            unwritten: ids of parameters whose shards are uninitialized memory, which is not copied.
+        unwritten: ids of parameters whose shards are uninitialized memory, which is not copied.
         """
         self.parameters, self.fingerprints = parameters, fingerprints
         self.dtypes, self.collectives, self.storage = dtypes, collectives, storage
@@ -106,20 +89,21 @@ class ParamGroup:
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
         # If so: what the last commit set as `.grad`, to be used again; None while a reduction has it.
         self.parts: GradientParts | None = None
-        self.divided = ""
+        self.divided = ""  # text of the last reduction with `set_gradient_divide_factor`, in the log
         # Options of the last reduction, whether it deferred its second step, and the factors that follow.
         self.factors: tuple[object, bool, Any] | None = None
-        self.installed = False
-        self.writes = 0
+        self.writes = 0  # to the shards, noted since no counter of torch shows them
         self._counters: list[Tensor] = []  # tensors whose version counters show the other writes
         self._are_shared = True  # no wrapper has a counter of its own
         self.sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
-        self.slots: _Slots | None = None
-        # What `look` found; it is due again once one of them was changed.
-        self.must_look, self.has_hooks, self._had_hooks = True, False, False
-        self.frozen: list[str] = []
+        self.installed = False  # whether they are registered on the modules
+        self.slots: _Slots | None = None  # the places where they are; None to look for them at the next `install`
+        # What `look` found; it is due again once a parameter was changed.
+        self.must_look = True
+        self.has_hooks = self._had_hooks = False  # whether a parameter has user hooks, which a commit runs
+        self.frozen: list[str] = []  # names of the parameters that do not require grad
         self._trainable: list[bool] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
@@ -348,15 +332,13 @@ class ParamGroup:
     def start_all_gather(self, communicator: Communicator, action: str, after: Work | None = None) -> Work:
         """Allocate the unsharded parameters on the compute stream, and start the all-gather that fills them.
 
-        Call `finish_all_gather` after the compute stream waited for the work that this returns.
+        Call `finish_all_gather` after the compute stream waited for the work that this returns. Raises StateError if the shards
+        are on the wrong device, or the ranks diverged.
 
         Args:
             communicator: runs and logs the collectives.
             action: text of the call in the log.
             after: work on another stream that the all-gather is queued behind; None for the compute stream.
-
-        Raises:
-            StateError: if the shards are on the wrong device, or the ranks diverged.
         """
         if self.parts is not None and not self.parts.is_free:  # before more memory is allocated
             self.parts.free(self.sharded)
@@ -427,12 +409,7 @@ class ParamGroup:
         self.must_look = True
 
     def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
-        """All-gather into memory of its own, and return one tensor per parameter. Collective.
-
-        Args:
-            communicator: runs and logs the collectives.
-            action: text of the call in the log.
-        """
+        """All-gather into memory of its own, and return one tensor per parameter. Collective."""
         self.check_device()
         with torch.no_grad():
             copy = self.gather_copy(communicator, action)
@@ -467,10 +444,7 @@ class ParamGroup:
         )
 
     def finish_all_gather(self) -> None:
-        """Complete the all-gather: release its staging memory.
-
-        Call this after the compute stream waited for the all-gather.
-        """
+        """Release the staging memory of the all-gather, after the compute stream waited for it."""
         # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
         if self._buffer is not None:
             self._buffer.release_staging()
@@ -565,20 +539,13 @@ class ParamGroup:
 
 
 class _Slots:
-    """The slots of all parameters of a group, side by side.
-
-    Attributes:
-        are_plain: whether each module keeps its parameters in `held` alone.
-        held: `_parameters` of each slot's module.
-        names: the key in it.
-        sharded: the sharded parameter of each slot.
-        unsharded: the unsharded one.
-    """
+    """The slots of all parameters of a group, side by side, each with its sharded and unsharded parameter."""
 
     __slots__ = ("are_plain", "held", "names", "sharded", "unsharded")
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         found = [(slot, parameter) for parameter in parameters for slot in parameter.slots]
+        # Whether each module keeps its parameters in its `_parameters` alone, by name.
         self.are_plain = not any(slot.uses_setattr for slot, _ in found)
         self.held, self.names = [slot.parameters for slot, _ in found], [slot.name for slot, _ in found]
         self.sharded, self.unsharded = [p.sharded for _, p in found], [p.unsharded for _, p in found]

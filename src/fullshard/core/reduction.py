@@ -90,7 +90,6 @@ class Reduction:
     Every parameter takes part, with zeros if this rank has no gradient.
 
     Attributes:
-        group: the parameter group.
         factors: scale factors, and the steps after the reduce-scatter.
         is_partial: whether this rank used some of the parameters only.
         reduced: whether the last collective has ended. On an accelerator it is queued, and the device may not have run it yet.
@@ -101,12 +100,7 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        group: ParamGroup,
-        grads: Sequence[Tensor | None],
-        options: ReduceOptions,
-        *,
-        defer: bool = False,
+        self, group: ParamGroup, grads: Sequence[Tensor | None], options: ReduceOptions, *, defer: bool = False
     ) -> None:
         """Allocate the output, and copy packed and direct gradients into reduce-scatter inputs, on the compute stream.
 
@@ -146,16 +140,16 @@ class Reduction:
             self._parts, group.parts = group.parts, None
         # The reduce-scatter output, (layout.shard_numel,).
         if self._parts is not None:
-            self._reduced_shard = self._parts.allocate()
+            self.reduced_shard = self._parts.allocate()
         elif custom is None:
-            self._reduced_shard = torch.empty(layout.shard_numel, dtype=dtypes.reduce, device=device)
+            self.reduced_shard = torch.empty(layout.shard_numel, dtype=dtypes.reduce, device=device)
         else:
-            self._reduced_shard = custom((layout.shard_numel,), dtype=dtypes.reduce, device=device)
+            self.reduced_shard = custom((layout.shard_numel,), dtype=dtypes.reduce, device=device)
         # (reduce-scatter input, output) pairs of the packed and direct gradients; `_start_slices` makes those of slices.
         self._inputs = pack(
             group.reduction,
             grads,
-            self._reduced_shard,
+            self.reduced_shard,
             custom or torch.empty,
             factor=self.factors.first,
             in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
@@ -164,13 +158,13 @@ class Reduction:
         self._flat_grads = _flat_gradients(group, grads) if group.reduction.slices else {}
         # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output, for most kinds of groups.
         numel = group.shard_layout.shard_numel
-        self._sum = self._reduced_shard if self.factors.replicas is None else group.new_sum(self._reduced_shard)
+        self._sum = self.reduced_shard if self.factors.replicas is None else group.new_sum(self.reduced_shard)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
         # that has another dtype or memory that the next reduction overwrites.
         self._flat = self._sum
         grad_dtype = group.reduction.dtype
         # `.grad` must not use memory of a custom reduce-scatter, which the next reduction overwrites.
-        overwritten = custom is not None and self._sum is self._reduced_shard
+        overwritten = custom is not None and self._sum is self.reduced_shard
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
             self._flat = torch.empty(numel, dtype=grad_dtype, device=device)
         # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
@@ -198,7 +192,7 @@ class Reduction:
         group, plan, messages = self.group, self.group.reduction, self._inputs
         ranks, collectives = group.layout.ranks, group.collectives.reduce
         most = max(ranks * sum(part.size for part in parts) for parts in plan.slices)
-        buffer = torch.empty(most, dtype=self._reduced_shard.dtype, device=self._reduced_shard.device)
+        buffer = torch.empty(most, dtype=self.reduced_shard.dtype, device=self.reduced_shard.device)
         started: Started = None
         for parts in plan.slices:
             if started is not None:
@@ -210,7 +204,7 @@ class Reduction:
                 copy_slice(self._flat_grads[part.parameter], place.size, part, full.view(ranks, part.size))
                 if self.factors.first != 1.0:
                     full.mul_(self.factors.first)
-                messages = [*messages, (full, self._reduced_shard[place.offset + part.start :][: part.size])]
+                messages = [*messages, (full, self.reduced_shard[place.offset + part.start :][: part.size])]
                 at += full.numel()
             inputs, outputs = zip(*messages)
             started, messages = collectives.reduce_scatter(outputs, inputs, self.factors.scale), []
@@ -220,7 +214,7 @@ class Reduction:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
         if self._earlier is not None:
             # Both ran on this stream, in order (on the CPU, they are waited for in order), so that sum is complete.
-            self._reduced_shard.add_(self._earlier[0])
+            self.reduced_shard.add_(self._earlier[0])
         if self.factors.has_second_step or self.factors.deferred:
             return
         if self._flat is self._sum and self._host is None and self.factors.last == 1.0:
@@ -230,9 +224,9 @@ class Reduction:
 
     def replicate(self) -> Started:
         """Start the reduction over replicas."""
-        if self.factors.replicas is None or not self._reduced_shard.numel():
+        if self.factors.replicas is None or not self.reduced_shard.numel():
             return StartedWork()
-        return self.group.replicate(self.factors.replicas, self._reduced_shard, self._sum)
+        return self.group.replicate(self.factors.replicas, self.reduced_shard, self._sum)
 
     def finish_replicated(self) -> None:
         """Run the caller's hook after the reduction over replicas, then scale and cast."""
@@ -257,19 +251,19 @@ class Reduction:
     def note_started(self, work: Work) -> None:
         """Record `work`, the last work of this reduction. If replicas are deferred, the next reduction adds this one."""
         self._work = work
-        self.group.grads.deferred = (self._reduced_shard, self.used) if self.factors.deferred else None
+        self.group.grads.deferred = (self.reduced_shard, self.used) if self.factors.deferred else None
 
     def release_inputs(self) -> None:
         """Release the reduce-scatter inputs. Call this after the compute stream waited for the reduce-scatter."""
         # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
         self._inputs, self._flat_grads, self._earlier = [], {}, None
         if not self.factors.has_second_step:
-            self._reduced_shard = self._sum = self._flat
+            self.reduced_shard = self._sum = self._flat
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
         # By dropping the references. If that over replicas is deferred, `_flat` is the sum, so the sum stays.
-        self._reduced_shard = self._sum = self._flat
+        self.reduced_shard = self._sum = self._flat
 
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
@@ -312,12 +306,7 @@ class Reduction:
         return True
 
     def commit(self) -> None:
-        """Set `.grad` of the parameters to parts of the flat gradient, or add to the existing gradients.
-
-        Where no parameter has a gradient, parts get a mark, (layout, flat gradient), as an attribute: gradients of a group that
-        share one are parts of one flat gradient (`flat_gradient`). The name of the attribute differs from parameter to
-        parameter, so a gradient that the caller moved to another parameter has no mark there.
-        """
+        """Set `.grad` of the parameters to parts of the flat gradient, or add to the existing gradients."""
         group, flat = self.group, self._flat
         if self._gradients is not None:
             for parameter, gradient in zip(group.parameters, self._gradients):
@@ -349,7 +338,11 @@ class Reduction:
                 _add(grad, new)
 
     def _make_parts(self) -> GradientParts:
-        """Return the parts of the flat gradient as DTensors."""
+        """Return the parts of the flat gradient as DTensors, each with a mark, (layout, flat gradient), as an attribute.
+
+        Gradients of a group that share a mark are parts of one flat gradient (`flat_gradient`). The name of the attribute
+        differs from parameter to parameter, so a gradient that the caller moved to another parameter has no mark there.
+        """
         group, flat, plan = self.group, self._flat, self.group.reduction
         origins: Iterable[Tensor | None] = map(_local, group.parameters)
         specs: Iterable[Any] = map(_spec, group.parameters)
@@ -436,6 +429,3 @@ def commit_all(reductions: Sequence[Reduction]) -> None:
     for one in reductions:
         if one.has_hooks:
             one.run_post_grad_hooks()
-
-
-__all__ = ["Reduction", "ReductionFactors", "commit_all", "flat_gradient"]

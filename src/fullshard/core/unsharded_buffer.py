@@ -153,41 +153,7 @@ class AllGather:
         copies_in: whether there are copy-in steps.
     """
 
-    __slots__ = ("_copy_in_steps", "_copy_out_steps", "copies_in")
-
-    begin: Callable[[], Started]
-    observed: Callable[[], Started]
-
-    def __init__(self, before: Sequence[Step] = (), after: Sequence[Step] = ()) -> None:
-        self.copies_in, self._copy_in_steps, self._copy_out_steps = bool(before), before, after
-
-    def copy_in(self) -> StartedWork:
-        """Cast the shard into the all-gather input, or copy it from host memory."""
-        for step in self._copy_in_steps:
-            step()
-        return StartedWork()
-
-    def copy_in_and_begin(self) -> Started:
-        """Copy in and start the collective."""
-        for step in self._copy_in_steps:
-            step()
-        return self.begin()
-
-    def copy_in_and_observed(self) -> Started:
-        """Copy in and start the collective, and report it."""
-        self.copy_in()
-        return self.observed()
-
-    def finish(self) -> None:
-        """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
-        for step in self._copy_out_steps:
-            step()
-
-
-class PlannedAllGather(AllGather):
-    """An all-gather whose tensors are known when it is planned."""
-
-    __slots__ = ("begin", "observed")
+    __slots__ = ("_after", "_before", "begin", "copies_in", "observed")
 
     def __init__(
         self,
@@ -197,37 +163,52 @@ class PlannedAllGather(AllGather):
         *,
         observed: Callable[[], Started] | None = None,
     ) -> None:
-        super().__init__(before, after)
         self.begin, self.observed = begin, begin if observed is None else observed
+        self.copies_in, self._before, self._after = bool(before), before, after
+
+    def copy_in(self) -> StartedWork:
+        """Cast the shard into the all-gather input, or copy it from host memory."""
+        for step in self._before:
+            step()
+        return StartedWork()
+
+    def copy_in_and_begin(self) -> Started:
+        """Copy in and start the collective."""
+        self.copy_in()
+        return self.begin()
+
+    def copy_in_and_observed(self) -> Started:
+        """Copy in and start the collective, and report it."""
+        self.copy_in()
+        return self.observed()
+
+    def finish(self) -> None:
+        """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
+        for step in self._after:
+            step()
 
 
-class CustomMemoryAllGather(AllGather):
-    """An all-gather of all parameters as one packed message, into memory that a custom all-gather allocates."""
+def _in_custom_memory(
+    layout: GroupLayout, collectives: ObservedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
+) -> AllGather:
+    """Return an all-gather of all parameters as one packed message, in memory that a custom all-gather allocates.
 
-    __slots__ = ("_collectives", "_flat", "_layout", "_shard", "_staging")
+    That is when the collective starts, once for what this returns.
+    """
+    allocate, size = collectives.gather_memory, shard.numel()
+    assert allocate is not None
+    staging: list[Tensor] = []
+    after: list[Step] = []
 
-    def __init__(
-        self, layout: GroupLayout, collectives: ObservedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
-    ) -> None:
-        super().__init__(before)
-        self._layout, self._collectives, self._flat, self._shard = layout, collectives, flat, shard
-        # The all-gather output. The custom all-gather allocates it when the collective starts, once for this object.
-        self._staging: Tensor | None = None
+    def begin() -> Started:
+        if not staging:
+            staging.append(allocate((layout.ranks * size,), dtype=flat.dtype, device=flat.device))
+            after.extend(copy_out_steps(layout, flat, staging[0]))
+        chunk = staging[0][collectives.rank * size :][:size]
+        chunk.copy_(shard)
+        return collectives.gatherer(staging, [chunk])()
 
-    def begin(self) -> Started:  # type: ignore[override]
-        """Allocate the all-gather output, copy the shard into this rank's chunk of it, and start the collective."""
-        allocate, size = self._collectives.gather_memory, self._shard.numel()
-        assert allocate is not None
-        staging = self._staging
-        if staging is None:
-            staging = allocate((self._layout.ranks * size,), dtype=self._flat.dtype, device=self._flat.device)
-            self._staging = staging
-        chunk = staging[self._collectives.rank * size :][:size]
-        chunk.copy_(self._shard)
-        self._copy_out_steps = copy_out_steps(self._layout, self._flat, staging)
-        return self._collectives.gatherer([staging], [chunk])()
-
-    observed = begin
+    return AllGather(begin, before, after)
 
 
 def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
@@ -342,10 +323,10 @@ class FlatBuffer:
                 before.append(partial(collectives.traffic.record, "to_device", [home]))
                 before.append(partial(shard.copy_, home, non_blocking=True))
         if not layout.unsharded_numel:
-            return PlannedAllGather(StartedWork, before)
+            return AllGather(StartedWork, before)
         if gather.gather_memory is not None and layout.packed is not None:
-            self._plan_custom = partial(CustomMemoryAllGather, layout, gather, flat, shard, before)
-            return PlannedAllGather(StartedWork)
+            self._plan_custom = partial(_in_custom_memory, layout, gather, flat, shard, before)
+            return AllGather(StartedWork)
         staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
         if staging.numel():
             self._staging.append(staging)
@@ -361,7 +342,7 @@ class FlatBuffer:
             shards = own
         begin = gather.inner.gatherer(outs, shards)
         observed = partial(gather.observed, "all_gather", begin, outs)
-        return PlannedAllGather(begin, before, copy_out_steps(layout, flat, staging), observed=observed)
+        return AllGather(begin, before, copy_out_steps(layout, flat, staging), observed=observed)
 
     def allocate(self, version: int) -> AllGather:
         """Allocate memory on the compute stream, and return the all-gather for shards of this version."""
@@ -415,7 +396,7 @@ class FlatBuffer:
             if self._subgroup_shard is None or not self.keep:
                 self._subgroup_shard = torch.empty_like(part)
             self._subgroup_shard.copy_(part)
-            self._subgroup_gather = PlannedAllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
+            self._subgroup_gather = AllGather(subgroup.gatherer([self.flat], [self._subgroup_shard]))
 
     def drop_subgroup_shard(self) -> None:
         """Discard the subgroup's part and its all-gather, so that the next one runs over all ranks."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from fullshard import _torch
 from fullshard.comm.base import Collectives
 from fullshard.core import (
+    AllGather,
     ParamGroup,
     ParamSharding,
-    PlannedAllGather,
     ShardAxis,
     ShardedParameter,
     Storage,
@@ -73,7 +73,7 @@ class ExtensionBuffer:
         # The storages of the outputs, and of inner tensors from fsdp_post_all_gather with separate memory; their full sizes.
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
-    def allocate(self, version: int) -> PlannedAllGather:
+    def allocate(self, version: int) -> AllGather:
         """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
         self.version = version
         shard = self._padded_shard()
@@ -99,7 +99,7 @@ class ExtensionBuffer:
         flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
         # Not views of the outputs: with one rank the all-gather is a copy, which would increase the version counter that a view
         # shares with the unsharded tensor.
-        return PlannedAllGather(
+        return AllGather(
             self._collectives.gatherer([tensor_on_storage(out.view(torch.uint8), 0, (out.nbytes,)) for out in self._outs], flat)
         )
 
