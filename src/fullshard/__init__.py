@@ -5,7 +5,7 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
-    ext                    rare features beside the engine, a file each
+    ext  fsdp2             rare features beside the engine, and the rest of FSDP2's surface, a file each
     frontend               fully_shard(), FSDPModule, forward methods; the functions of torch that it replaces
     state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
@@ -19,7 +19,7 @@ errors.py    StateError and InternalError; warnings that are issued once
 __main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
 """
 
-from fullshard import ext
+from fullshard import ext, fsdp2
 from fullshard.checks.watchdog import positions
 from fullshard.comm.base import Collectives
 from fullshard.comm.streams import Lane
@@ -34,6 +34,7 @@ from fullshard.foresight.search import search
 from fullshard.foresight.trace import routed
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import FSDPModule, UnshardHandle, resident
+from fullshard.fsdp2 import *
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.optim.local_view import local_view
 from fullshard.optim.matrix_choice import MatrixChoice, matrices_of
@@ -124,4 +125,4 @@ __all__ = [
     "verify",
     "whole_view",
 ]
-__all__ += ext.__all__
+__all__ += [*ext.__all__, *fsdp2.__all__]

@@ -19,10 +19,11 @@ from fullshard._torch import HONOURS_SUBCLASSES
 
 ENGINE = ("core", "comm", "checks", "frontend", "state")
 REFUSED = {  # without these files, what is said of a use of them
-    "fills": "sharded parameter 'weight' of unit '0': each shard would get the same numbers.",
-    "subclasses": "Parameter 'weight' cannot be sharded: expected a plain torch.Tensor, got a Hooked, which no kind of group takes.",
+    "ext.fills": "sharded parameter 'weight' of unit '0': each shard would get the same numbers.",
+    "ext.subclasses": "Parameter 'weight' cannot be sharded: expected a plain torch.Tensor, got a Hooked, which no kind of group takes.",
 }
-FEATURES = rotation.share(sorted(path.stem for path in FILES if path.parent.name == "ext"), 4)
+BESIDE = ("ext", "fsdp2")
+FEATURES = rotation.share(sorted(name_of(path) for path in FILES if path.parent.name in BESIDE), 4)
 
 # torch is imported once; a process for each copy of the package is forked from this one, and forks its second rank.
 TRAIN = """
@@ -63,8 +64,8 @@ def train(rank, store):
     hooked.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Hooked))
     refused = {}
     for feature, use in (
-        ("fills", lambda: nn.init.normal_(model[0].weight)),
-        ("subclasses", lambda: fullshard.fully_shard(hooked, mesh=init_device_mesh("cpu", (2,)))),
+        ("ext.fills", lambda: nn.init.normal_(model[0].weight)),
+        ("ext.subclasses", lambda: fullshard.fully_shard(hooked, mesh=init_device_mesh("cpu", (2,)))),
     ):
         try:
             use()
@@ -105,25 +106,26 @@ print(json.dumps([ended(fork(try_copy, folder)) for folder in sys.argv[1:]]))
 
 
 def exported(feature: str) -> set[str]:
-    """The names of a file of ext that the package exports."""
-    tree = ast.parse((SOURCE / "ext" / "__init__.py").read_text())
-    own = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == f"fullshard.ext.{feature}")
+    """The names of a file of a rare feature that the package exports."""
+    tree = ast.parse((SOURCE / feature.partition(".")[0] / "__init__.py").read_text())
+    own = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == f"fullshard.{feature}")
     return {alias.name for node in own for alias in node.names}
 
 
 def copy_without(feature: str, folder: Path) -> None:
-    """Copy the package, but not a file of ext, its import, and its names in `__all__`."""
+    """Copy the package, but not the file of a rare feature, its import, and its names in `__all__`."""
     shutil.copytree(SOURCE, folder / "fullshard")
-    (folder / "fullshard" / "ext" / f"{feature}.py").unlink()
-    init = folder / "fullshard" / "ext" / "__init__.py"
-    imports = [f"from fullshard.ext.{feature} import", f"import fullshard.ext.{feature}\n"]
+    package, name = feature.split(".")
+    (folder / "fullshard" / package / f"{name}.py").unlink()
+    init = folder / "fullshard" / package / "__init__.py"
+    imports = [f"from fullshard.{feature} import", f"import fullshard.{feature}\n"]
     gone = [*imports, *(f'"{name}",' for name in exported(feature))]
     init.write_text("".join(line for line in init.read_text().splitlines(True) if not line.lstrip().startswith(tuple(gone))))
 
 
 @pytest.fixture(scope="module")
 def copies() -> Iterator[dict[str, tuple[int, Path, str]]]:
-    """For each file of ext, a copy of the package without it: the exit code of a program that trains with it, and its errors."""
+    """For each rare feature, a copy of the package without its file: the exit code of a program that trains with it, and its errors."""
     with tempfile.TemporaryDirectory(prefix="without") as folder:
         places = [Path(folder) / feature for feature in FEATURES]
         for feature, place in zip(FEATURES, places):
@@ -137,7 +139,7 @@ def copies() -> Iterator[dict[str, tuple[int, Path, str]]]:
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parent.name in ENGINE], ids=name_of)
 def test_the_engine_imports_no_rare_feature(path: Path) -> None:
-    assert not [name for name in imported(path) if name.split(".")[0] == "ext"]
+    assert not [name for name in imported(path) if name.split(".")[0] in BESIDE]
 
 
 @pytest.mark.processes
@@ -149,6 +151,6 @@ def test_without_the_file_of_a_rare_feature_the_rest_trains(copies: dict[str, tu
     assert code == 0, errors
     names, refused = json.loads((place / "found.json").read_text())
     assert set(fullshard.__all__) - set(names) == exported(feature), "its names are gone, and no others"
-    if feature in REFUSED and (feature != "fills" or HONOURS_SUBCLASSES):
+    if feature in REFUSED and (feature != "ext.fills" or HONOURS_SUBCLASSES):
         assert REFUSED[feature] in refused.pop(feature)
     assert not refused

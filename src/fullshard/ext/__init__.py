@@ -5,12 +5,9 @@ The engine (core, comm, checks, frontend, state) imports nothing of this package
 says what it is; docs/architecture.md lists the files with their extension points.
 """
 
-import fullshard.ext.all_reduce_hook
 import fullshard.ext.equal_values
 import fullshard.ext.fills
-import fullshard.ext.fsdp2_state
 import fullshard.ext.join
-import fullshard.ext.post_optim_event
 import fullshard.ext.remarks
 import fullshard.ext.step_entries
 import fullshard.ext.subclasses
@@ -19,8 +16,6 @@ import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.collectives import AllGather, Comm, ReduceScatter
 from fullshard.ext.finalize import GradientReductionHandle
-from fullshard.ext.forward_methods import register_fsdp_forward_method
-from fullshard.ext.fsdp2_names import share_comm_ctx
 from fullshard.ext.full_mesh import DataParallelMeshDims
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
@@ -37,7 +32,5 @@ __all__ = [
     "gathered",
     "grad",
     "materialize",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
     "undo",
 ]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard import _torch, ext
+from fullshard import _torch, ext, fsdp2
 from fullshard.core import (
     ShardedDTensor,
     current_parameter,
@@ -122,7 +122,7 @@ def _unscale(
 
 # --- names ---------------------------------------------------------------------------------------------------------------
 
-_NAMES_OF_EXT = ("DataParallelMeshDims", "GradientReductionHandle", "register_fsdp_forward_method", "share_comm_ctx")
+_NAMES_BESIDE = ("DataParallelMeshDims", "GradientReductionHandle", "register_fsdp_forward_method", "share_comm_ctx")
 _REPLACEMENTS: dict[str, Any] = {
     "clip_grad_norm_": _clip,
     "CPUOffloadPolicy": CPUOffloadPolicy,
@@ -131,7 +131,7 @@ _REPLACEMENTS: dict[str, Any] = {
     "OffloadPolicy": OffloadPolicy,
     "UnshardHandle": UnshardHandle,
     "fully_shard": fully_shard,
-    **{name: getattr(ext, name) for name in ext.__all__ if name in _NAMES_OF_EXT},
+    **{name: getattr(package, name) for package in (ext, fsdp2) for name in package.__all__ if name in _NAMES_BESIDE},
 }
 _EXPORTING_MODULES = (  # torch's modules that define or re-export these names
     "torch.nn.utils.clip_grad",

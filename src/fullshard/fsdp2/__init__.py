@@ -1,0 +1,15 @@
+"""The rest of FSDP2's surface, on extension points.
+
+Each file attaches at an extension point, and can be deleted together with its lines here, as a file of `fullshard.ext` can.
+"""
+
+import fullshard.fsdp2.all_reduce_hook
+import fullshard.fsdp2.post_optim_event
+import fullshard.fsdp2.state
+from fullshard.fsdp2.forward_methods import register_fsdp_forward_method
+from fullshard.fsdp2.names import share_comm_ctx
+
+__all__ = [
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
