@@ -53,11 +53,11 @@ from fullshard.core.mesh import (
     unpickled_axis,
 )
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
-from fullshard.core.packing import ReductionPlan, pack
+from fullshard.core.packing import ReductionPlan
 from fullshard.core.param_group import ParamGroup, group_class, register_group
 from fullshard.core.param_sharding import CHOOSE_AXIS, ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
-from fullshard.core.reduction import Reduction, flat_gradient
+from fullshard.core.reduction import Reduction, flat_gradient, pack
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import (
     Action,

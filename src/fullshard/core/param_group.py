@@ -20,7 +20,7 @@ from fullshard.core.communicator import Communicator
 from fullshard.core.group_grads import GroupGradients
 from fullshard.core.layout import GroupLayout, plan_layout
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.packing import GradientParts, ReductionPlan
+from fullshard.core.packing import ReductionPlan
 from fullshard.core.param_sharding import ParamSharding
 from fullshard.core.sharded_param import ShardedParameter, version_counters
 from fullshard.core.subclasses import is_plain, take_attributes
@@ -536,6 +536,38 @@ class ParamGroup:
             f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got layout "
             f"{grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
         )
+
+
+class GradientParts:
+    """The gradients of a group as parts of a flat gradient, which are used again while nobody else holds them.
+
+    Creating them costs more than all else that a commit does. A reduction takes them, and its commit gives them back.
+
+    Attributes:
+        flat: the flat gradient, (shard_layout.shard_numel,).
+        grads: its parts as DTensors, in the order of the parameters.
+        is_free: whether its memory is freed, since the user let go of them.
+    """
+
+    __slots__ = ("_counts", "_nbytes", "flat", "grads", "is_free")
+
+    def __init__(self, flat: Tensor, grads: Sequence[Any]) -> None:
+        self.flat, self.grads, self.is_free = flat, grads, False
+        self._nbytes = flat.untyped_storage().size()
+        self._counts = _torch.holders(grads, flat)
+
+    def free(self, parameters: Sequence[Tensor]) -> None:
+        """Free the memory, if no `.grad` is set and nobody holds a gradient, a view of one, or its memory."""
+        is_set = any(map(operator.is_not, map(_grad, parameters), repeat(None)))
+        if not is_set and _torch.holders(self.grads, self.flat) == self._counts:
+            self.is_free = True
+            self.flat.untyped_storage().resize_(0)
+
+    def allocate(self) -> Tensor:
+        """Allocate the memory again, and return the flat gradient."""
+        self.is_free = False
+        self.flat.untyped_storage().resize_(self._nbytes)
+        return self.flat
 
 
 class _Slots:

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fullshard import _torch
-from fullshard.comm.base import Collectives, Started, StartedWork
+from fullshard.comm.base import Allocate, Collectives, Started, StartedWork
 from fullshard.comm.streams import Work
-from fullshard.core.packing import GradientParts, copy_slice, pack
-from fullshard.core.param_group import ParamGroup
+from fullshard.core.layout import ParamOffsets, Slice
+from fullshard.core.packing import ReductionPlan
+from fullshard.core.param_group import GradientParts, ParamGroup
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_options import ReduceOptions
+from fullshard.core.unsharded_buffer import dim_permutation
 from fullshard.errors import InternalError
 
 _grad: Callable[[Any], Any] = operator.attrgetter("grad")
@@ -429,3 +431,125 @@ def commit_all(reductions: Sequence[Reduction]) -> None:
     for one in reductions:
         if one.has_hooks:
             one.run_post_grad_hooks()
+
+
+# --- copies into reduce-scatter inputs ---
+
+
+def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
+    """Copy and cast the same slice of all ranks' chunks of a gradient to `out`. Padding and a missing gradient become zeros.
+
+    Args:
+        flat: the flattened gradient, or None.
+        size: elements of a chunk.
+        part: the slice of each chunk.
+        out: (ranks, part.size).
+    """
+    if flat is None:
+        out.zero_()
+        return
+    whole = flat.numel() // size  # ranks whose chunk has no padding
+    if whole:
+        out[:whole].copy_(flat[: whole * size].view(whole, size)[:, part.start : part.start + part.size])
+    if whole < len(out):
+        out[whole:].zero_()
+        rest = flat[whole * size + part.start : (whole + 1) * size][: part.size]
+        out[whole, : rest.numel()].copy_(rest)
+
+
+def _copy_packed(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
+    """Copy and cast the packed gradients into their input, (ranks, numel), where they are no plain tensors of one dtype."""
+    present = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
+    dtypes = {grad.dtype for grad in present if grad is not None} or {plan.computed}
+    # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first would
+    # take memory for a second copy, so they are copied and cast one by one.
+    if len(dtypes) > 1:
+        return _copy_one_by_one(plan, grads, message)
+    (dtype,), ranks, parts, gaps = dtypes, plan.layout.ranks, list[Tensor](), iter(plan.gaps)
+    for segment in plan.packed:
+        if segment.parameter < 0:
+            parts.append(next(gaps).to(dtype))
+            continue
+        grad, place = grads[segment.parameter], plan.layout.offsets[segment.parameter]
+        if grad is None:
+            shape = (ranks, segment.size) if segment.parameter in plan.blocks else place.shape
+            parts.append(torch.zeros(shape, dtype=dtype, device=message.device))
+        elif segment.parameter in plan.blocks:  # chunk_cat would chunk it otherwise
+            parts.append(torch.empty(ranks, segment.size, dtype=dtype, device=message.device))
+            _copy_blocks(grad, place, parts[-1])
+        else:
+            parts.append(grad.contiguous())
+    _torch.chunk_cat(parts, message)
+
+
+def _copy_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
+    """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
+    column = 0
+    for segment in plan.packed:
+        out = message[:, column : column + segment.size]
+        column += segment.size
+        grad = grads[segment.parameter] if segment.parameter >= 0 else None
+        if grad is None:  # of this rank, or a gap
+            out.zero_()
+        else:
+            _copy_blocks(grad, plan.layout.offsets[segment.parameter], out)
+
+
+def _copy_blocks(grad: Tensor, place: ParamOffsets, out: Tensor) -> None:
+    """Copy and cast a gradient to its packed input `out`, (ranks, place.size), with zeros as padding."""
+    if place.dim == 0:
+        copy_slice(grad.contiguous().view(-1), place.size, Slice(-1, 0, place.size), out)
+    else:
+        out.zero_()
+        grad_parts, block_parts = dim_permutation(grad, out, place)
+        if block_parts:  # none in the second of two hops, on a rank without rows
+            torch._foreach_copy_(block_parts, grad_parts)
+
+
+def pack(
+    plan: ReductionPlan,
+    grads: Sequence[Tensor | None],
+    total: Tensor,
+    memory: Allocate,
+    *,
+    factor: float,
+    in_place: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
+
+    Args:
+        plan: layout of the inputs.
+        grads: unsharded gradient of each parameter, or None.
+        total: the reduce-scatter output, (shard_numel,).
+        memory: allocates the packed input.
+        factor: scales the inputs.
+        in_place: True to pack into the output, in a group of one rank that needs no collective.
+
+    Returns:
+        (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
+    """
+    layout, device = plan.layout, total.device
+    messages: list[tuple[Tensor, Tensor]] = []
+    if plan.numel:
+        numel = layout.ranks * plan.numel
+        # in place, the packed gradients are the sum already
+        message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
+        rows = message.view(layout.ranks, -1)
+        picked = [] if plan.pick is None else plan.pick([*grads, *plan.gaps])
+        dtypes = {*map(getattr, picked, repeat("dtype"), repeat(None))}  # None if a gradient is missing
+        if len(dtypes) == 1 and None not in dtypes:
+            _torch.chunk_cat(picked, rows)
+        else:
+            _copy_packed(plan, grads, rows)
+        if factor != 1.0:
+            message.mul_(factor)
+        messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))
+    for index in plan.direct:
+        place, grad = layout.offsets[index], grads[index]
+        if grad is None:
+            full = torch.zeros(place.shape, dtype=total.dtype, device=device)
+        else:
+            full = grad.contiguous() if grad.dtype == total.dtype else grad.to(total.dtype).contiguous()
+            full = full if factor == 1.0 else full * factor
+        messages.append((full.view(-1), total[place.offset : place.offset + place.size]))
+    return messages
