@@ -66,8 +66,7 @@ class Runtime:
         self.backward = RunningBackward(self._backward_raised)
         self.kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
 
-        # Units that the outermost forward entered (True) and left so far, for `join()`.
-        self.trace: list[tuple[int, bool]] = []
+        self.trace: list[tuple[int, bool]] = []  # units that the outermost forward entered (True) and left so far, for `join()`
         # The innermost forward that an exception propagated out of, and the text of the exception.
         self.raised_in: tuple[str, str] | None = None
 
@@ -127,7 +126,7 @@ class Runtime:
         self.communicator.update_timeouts([*more, *(unit.options.checks for unit in self.all_units())])
 
     def unshard_kept(self, units: Sequence[Unit]) -> None:
-        """All-gather these units anew, if they are kept unsharded between steps. Collective."""
+        """All-gather these units, if they are kept unsharded between steps. Collective."""
         self.communicator.wait_for_next_event()
         self._drop_stale()
         kept = [unit.record for unit in units if unit.options.retention is KeepAfterForward.KEPT]
@@ -170,10 +169,8 @@ class Runtime:
         observed: True if the caller shows them, to torch's profiler and `watched`.
         """
         observe = not observed and (self._around is not None or _torch.profiling())
-        units = self._units
         for index, (move, number) in enumerate(actions):
-            reference = units.get(number)
-            unit = None if reference is None else reference()
+            unit = self.unit(number)
             if unit is None:
                 continue  # deleted since the scheduler decided
             try:
@@ -220,12 +217,12 @@ class Runtime:
         """Reduce the gradients of a unit whose backward is done, or log that it passed by: it reached inputs only."""
         if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
             unit.uninstall()
-        if not reduces:  # so that a rank that reduces is found to diverge
+        if not reduces:
             self.backward.passed.add(unit.number)
         for group in unit.groups:
             if group.trainable and reduces:
                 self.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
-            elif group.trainable:
+            elif group.trainable:  # so that a rank that reduces is found to diverge
                 group.fingerprints.log.append(group.fingerprints["backward of inputs only"])
         if reduces:
             self.reducer.in_flight.poll()
@@ -247,8 +244,7 @@ class Runtime:
         """At the first event of a backward, register `end_backward` for its end."""
         if self.backward.underway:
             return
-        end: Callable[[], None] = self.end_backward
-        device = self.communicator.async_device
+        end, device = self.end_backward, self.communicator.async_device
         if device is not None:
             # Messages are allocated on the stream of forward, which is the current one here. The end of backward reads and
             # frees them on the stream of its caller, so the stream of forward waits for the caller's.
@@ -283,7 +279,7 @@ class Runtime:
             if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
                 unit.uninstall()
             # Zero-bubble schedules set `.grad` between backwards of inputs: it stays, to sum microbatch by microbatch.
-            if not (unit.options.reduces or number not in self.backward.passed):
+            if number in self.backward.passed and not unit.options.reduces:
                 continue
             for group in unit.groups:
                 grads = group.take_gradients()
@@ -301,7 +297,7 @@ class Runtime:
         self.reducer.assign_grads()
 
     def _backward_raised(self) -> None:
-        """Put the sharded parameters back on the modules at once, without collectives, and tell the watchdog."""
+        """Put the sharded parameters back on the modules at once, and tell the watchdog."""
         reached = list(self.backward.units.values())
         for unit in reached:
             unit.uninstall()
@@ -311,9 +307,8 @@ class Runtime:
     def log_step(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
         """Record in the log that an optimizer made a step, as all ranks must.
 
-        Steps in gradient hooks are not recorded, since their order, and whether they run, may differ between ranks; nor are
-        those of other threads. Once ranks have diverged nothing is recorded: the step has been made already, and the next
-        collective raises.
+        Not of steps in gradient hooks, whose order, and whether they run, may differ between ranks, nor in other threads, nor
+        once ranks have diverged: the step has been made already, and the next collective raises.
         """
         in_backward = self.reducer.decided is not None or _torch.current_graph_task() != -1
         if not in_backward and get_ident() == self._thread and log.desync_error is None:
@@ -372,11 +367,10 @@ class Runtime:
         return [unit for number in sorted(numbers) if (unit := self.unit(number)) is not None]
 
     def _warn_of_backward(self) -> list[Unit]:
-        """Warn that a backward raised.
+        """Warn that a backward raised. Return the units whose gradients from earlier backwards must be discarded as well.
 
-        Returns:
-            The units whose gradients from earlier backwards of the step must be discarded as well: if there are any, those of
-            all units that the backward reached or would have reached, and of those below, since a step is all or nothing.
+        If there are any, these are all units that the backward reached or would have reached, and those below, since a step is
+        all or nothing.
         """
         names = ", ".join(f"'{unit.name}'" for unit in self.backward.units.values()) or "no unit"
         reached = [*self.backward.units.values(), *self._broken_units()]
@@ -400,7 +394,7 @@ class Runtime:
         Args:
             units: the units of the models that failed; others go on. None for all units, after an interrupt, when no record of
                 them can be trusted, and where ranks agreed that a step failed, which may have ended at different places on
-                them: then nothing is predicted from earlier steps either.
+                them.
             discard: the units whose gradients of earlier backwards, which are not in `.grad` yet, go as well.
         """
         everything, units = units is None, self.all_units() if units is None else units
@@ -449,22 +443,18 @@ class RunningBackward:
     """The outermost backward that entered a unit.
 
     autograd's engine holds the only reference to the callback at its end. If that is deleted without having run, the backward
-    raised.
-
-    On an accelerator the engine runs nodes on its own threads. One of them may hold that reference for a moment after the
-    caller has caught the exception, so `has_raised` waits for it.
+    raised. On an accelerator the engine runs nodes on its own threads. One of them may hold that reference for a moment after
+    the caller has caught the exception, so `has_raised` waits for it.
     """
 
     def __init__(self, on_raised: Callable[[], None]) -> None:
-        """`on_raised`: called as soon as the backward raises; it must not start collectives."""
-        self._on_raised = on_raised
+        self._on_raised = on_raised  # called as soon as the backward raises; it must not start collectives
         self._end: weakref.ref[Callable[[], None]] | None = None
 
         # A backward has begun and not ended, even if it raised; it raised, so that it will never end.
         self.underway = self.raised = False
 
-        # Parameters get gradients in it, as far as it is known. Then every unit that it enters from then on is reduced. False
-        # until then, and in a backward that reaches inputs only.
+        # Parameters get gradients in it, as far as it is known: every unit that it enters from then on is reduced.
         self.collects = False
 
         # The units that it entered, by number, and the numbers of those of which no parameter gets a gradient.

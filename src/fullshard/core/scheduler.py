@@ -29,8 +29,7 @@ class Residency(enum.Enum):
     __hash__ = object.__hash__  # Enum's own hash runs in Python, and each transition needs it
 
 
-# The legal transitions. Each method that makes one checks where the unit is, except after errors; the tests check them all
-# against this table.
+# Each method that makes a transition checks where the unit is, except after errors.
 TRANSITIONS = {
     (Residency.SHARDED, Residency.GATHERING): "all-gather started",
     (Residency.GATHERING, Residency.FULL): "all-gather waited on",
@@ -67,7 +66,7 @@ class ForwardResult(NamedTuple):
     """The result of `Scheduler.after_forward`."""
 
     call: ForwardCall
-    closed: list[ForwardCall]  # calls inside it that never ended by themselves
+    closed: list[ForwardCall]  # calls inside it that raised, or of which some modules of a list did not run: they end with it
     actions: list[Action]
 
 
@@ -77,20 +76,14 @@ class UnitRecord:
 
     number: int
     options: UnitOptions
-
-    # Returns True while the unit is in its place in the model, with the same answer on all ranks. Only then is it prefetched.
-    is_attached: Callable[[], bool]
-
-    # Bytes of the unsharded parameters.
-    nbytes: int = 0
+    is_attached: Callable[[], bool]  # whether it is in its place in the model, equal on all ranks; only then it is prefetched
+    nbytes: int = 0  # of the unsharded parameters
 
     # Units to prefetch as the user set them, instead of those that the last run needed next.
     next_forward: tuple[int, ...] | None = None
     next_backward: tuple[int, ...] | None = None
 
-    # resident() blocks around the unit. While there are any, it stays unsharded.
-    resident_blocks: int = 0
-
+    resident_blocks: int = 0  # resident() blocks around the unit; while there are any, it stays unsharded
     unsharded_by_user: bool = False
     residency: Residency = Residency.SHARDED
 
@@ -101,9 +94,7 @@ class UnitRecord:
     # Calls on this rank whose backward has not begun and whose graph is not freed. It differs between ranks, so it decides
     # what is legal, never what is sent.
     live_graphs: int = 0
-
-    # Graphs of calls that ended until this time are not counted, since a reset forgot them.
-    since: int = -1
+    since: int = -1  # graphs of calls that ended until this time are not counted, since a reset forgot them
 
     # Forwards of the unit in progress; of a unit of several modules also those of its modules, with the time at which each
     # began, and the modules that have not run yet.
@@ -115,8 +106,7 @@ class UnitRecord:
     last: ForwardCall | None = None
     had_grad: bool = False
 
-    # No parameter gets a gradient in the running backward, which has entered the unit.
-    passed: bool = False
+    passed: bool = False  # no parameter gets a gradient in the running backward, which has entered the unit
 
     # The phase of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
     create_graph_phase: int = -1
@@ -243,7 +233,7 @@ class Scheduler:
     # --- units ---
 
     def register(self, unit: int, options: UnitOptions, is_attached: Callable[[], bool] = lambda: True) -> UnitRecord:
-        """Add a unit and return its record. `is_attached`: as there."""
+        """Add a unit and return its record."""
         record = self._records[unit] = UnitRecord(unit, options, is_attached)
         return record
 
@@ -280,13 +270,21 @@ class Scheduler:
     def before_forward(self, unit: int, *, stale: bool = False, parts: Sequence[int] = ()) -> list[Action]:
         """Unshard the unit, and prefetch the next ones. A forward that is recomputed calls `before_recompute` instead.
 
-        Args:
-            unit: the unit.
-            stale: True if the shards changed since the unit was unsharded.
-            parts: the modules of a unit of several, by any number, the one first that begins its forward.
+        `stale`, here and below: the shards changed since the unit was unsharded, so it is unsharded again. `parts`: the modules
+        of a unit of several, by any number, the one first that begins its forward.
         """
         record = self._records[unit]
-        actions = [] if self.running else self._begin_run(unit)
+        actions: list[Action] = []
+        if not self.running:  # an outermost forward
+            now = self.forward_order.now
+            if now[:1] == [unit] or len(now) > 8 * len(self._records):
+                self.forward_order.close()
+            if unit not in self.prefetched:
+                actions = self._drop_unused()
+            if len(self.outermost_starts) == _REMEMBERED_FORWARDS:
+                self._expire(before=self.outermost_starts[0])
+            self.outermost_starts.append(self.clock)
+            self.phase += 1
         self.clock += 1
         self.running.append(ForwardCall(unit, self.clock, self.clock))
         record.running += 1
@@ -298,23 +296,8 @@ class Scheduler:
         """Note that another module of a running unit of several modules begins its forward."""
         self._records[unit].parts.append((part, self.clock))
 
-    def _begin_run(self, unit: int) -> list[Action]:
-        """Begin an outermost forward."""
-        now = self.forward_order.now
-        if now[:1] == [unit] or len(now) > 8 * len(self._records):
-            self.forward_order.close()
-        actions = [] if unit in self.prefetched else self._drop_unused()
-        if len(self.outermost_starts) == _REMEMBERED_FORWARDS:
-            self._expire(before=self.outermost_starts[0])
-        self.outermost_starts.append(self.clock)
-        self.phase += 1
-        return actions
-
     def drop_stale(self, units: Iterable[int]) -> list[Action]:
-        """Reshard units whose parameters were kept over a step, so that the next forward all-gathers and prefetches them.
-
-        Call this outside of forward and backward. `units`: those whose shards were written since they were unsharded.
-        """
+        """Reshard units that were kept over a step and are stale. Call this outside of forward and backward."""
         records = [self._records[unit] for unit in units]
         kept = [record for record in records if record.options.retention is KeepAfterForward.KEPT and not record.is_pinned]
         return [action for record in kept for action in (*self.finish_unshard(record.number), *self._reshard(record))]
@@ -326,13 +309,9 @@ class Scheduler:
         unit is around it: then nothing else would end it, and each module is a forward of its own.
 
         Args:
-            unit: the unit whose innermost call ends.
+            unit: the unit whose innermost call ends. If other modules of the unit follow, the result has the call so far.
             grad: True if the forward ran in grad mode and did not raise. Which outputs require grad may differ between ranks.
             part: the module that ends its forward, if the unit has several.
-
-        Returns:
-            The call (so far, if other modules of the unit follow); the calls inside it that never ended (they raised, or some
-            modules of a list did not run) and end with it; and the actions.
         """
         self.clock += 1
         record = self._records[unit]
@@ -416,10 +395,7 @@ class Scheduler:
             record.pending_backwards += 1
 
     def graph_released(self, call: ForwardCall) -> None:
-        """Record that the graph of `call` was freed, or that its backward has begun.
-
-        That moment differs between ranks, so no decision about collectives may depend on it.
-        """
+        """Record that the graph of `call` was freed, or that its backward has begun."""
         record = self._records.get(call.unit)
         if record is not None and call.end > record.since:
             record.live_graphs -= 1
@@ -435,11 +411,8 @@ class Scheduler:
     ) -> list[Action]:
         """Reduce the units whose backward is done, unshard this one, and prefetch the next.
 
-        Args:
-            call: the forward whose backward begins.
-            stale: the shards changed since the unit was unsharded.
-            again: the backward has create_graph=True, so the unit stays unsharded until the next backward ends.
-            collects: False if the backward reaches inputs only, so that no parameter of the unit gets a gradient.
+        `again`: the backward has create_graph=True. Without `collects` it reaches inputs only, so that no parameter of the unit
+        gets a gradient.
         """
         unit, start, end, copied = call
         record = self._records[unit]
@@ -541,72 +514,50 @@ class Scheduler:
 
     def start_of_outermost(self, call: ForwardCall) -> int:
         """Return the start of the outermost forward that `call` was part of, -1 if that is too long ago."""
-        for start in reversed(self.outermost_starts):
-            if start < call.start:
-                return start
-        return -1
+        return next((start for start in reversed(self.outermost_starts) if start < call.start), -1)
 
     # --- prefetching ---
-
-    def _expect_as_forward(self, call: ForwardCall) -> list[int]:
-        """Return the unit that the backward needs after `call`, where no order is known or the backward has left it.
-
-        That is the unit of the latest pending call before this one, in the same outermost forward, since calls of other
-        outermost forwards may be of models that some ranks deleted.
-        """
-        begin = self.start_of_outermost(call)
-        for other in reversed(self._pending.values()):
-            if begin < other.start < call.start:
-                return [other.unit]
-        return []
 
     def _unshard_and_prefetch(
         self, record: UnitRecord, call: ForwardCall | None, *, stale: bool, itself: bool = True, ahead: bool = True
     ) -> list[Action]:
-        """Unshard the unit that computes next, and start unsharding the units after it.
+        """Unshard the unit that computes next (`itself`), and start unsharding the units after it (`ahead`).
 
-        Args:
-            record: the unit that computes next.
-            call: the call whose backward or recomputation it is; None in forward.
-            stale: the shards changed since the unit was unsharded, so it is unsharded again.
-            itself: False if only the units after it are needed.
-            ahead: False if only the unit itself is.
+        `call`: the one whose backward or recomputation it is; None in forward.
         """
-        unit, in_backward = record.number, call is not None
+        in_backward = call is not None
         order = self.backward_order if in_backward else self.forward_order
         budget = record.options.comm.prefetch_bytes  # None: one unit
         by_user = record.next_backward if in_backward else record.next_forward
         following: Sequence[int] = ()
         if ahead:
-            expected = order.expect(unit, 1 if budget is None else _MAX_PREFETCHED)
+            expected = order.expect(record.number, 1 if budget is None else _MAX_PREFETCHED)
             if call is not None and not expected:
-                expected = self._expect_as_forward(call)
+                # No order is known, or the backward has left it: take the latest pending call before this one, in the same
+                # outermost forward, since calls of others may be of models that some ranks deleted.
+                begin, pending = self.start_of_outermost(call), reversed(self._pending.values())
+                expected = next(([other.unit] for other in pending if begin < other.start < call.start), [])
             following = expected if by_user is None else by_user
         actions = self._drop(record) if stale else []
         if itself and record.residency is Residency.SHARDED:
             self.stats.missed += order.has_left
             actions += self.start_unshard(record)
-        if record.residency is Residency.GATHERING:
-            self.prefetched.pop(unit, None)
-            record.residency = Residency.FULL
-            actions.append((Move.WAIT, unit))
+        actions += self.finish_unshard(record.number)
         for unit in following:
             other = self._records.get(unit)
             if other is None or not other.is_attached():
                 continue
-            is_over = len(self.prefetched) > 0 if budget is None else self._prefetched_bytes() + other.nbytes > budget
+            if budget is None:
+                is_over = len(self.prefetched) > 0
+            else:
+                is_over = other.nbytes + sum(self._records[one].nbytes for one in self.prefetched) > budget
             if by_user is None and is_over:
                 break
             if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
                 self.prefetched[unit] = self.phase
                 self.stats.prefetched += 1
-                self.stats.gathers += 1
-                other.residency = Residency.GATHERING
-                actions.append((Move.UNSHARD, unit))
+                actions += self.start_unshard(other)
         return actions
-
-    def _prefetched_bytes(self) -> int:
-        return sum(self._records[unit].nbytes for unit in self.prefetched)
 
     def _drop_unused(self) -> list[Action]:
         """Reshard the prefetched units that nothing used."""
@@ -623,7 +574,7 @@ class Scheduler:
     # --- transitions of one unit ---
 
     def unshard(self, unit: int, *, stale: bool = False) -> list[Action]:
-        """Start to unshard a unit for the user, who waits for it later. `stale`: unshard it again."""
+        """Start to unshard a unit for the user, who waits for it later."""
         record = self._records[unit]
         actions = (self._drop(record) if stale else []) + self.start_unshard(record)
         self.prefetched.pop(unit, None)
@@ -681,10 +632,8 @@ class Scheduler:
     def broken_units(self, reached: Iterable[int]) -> set[int]:
         """Return the units of the forward or backward that raised: those in progress, and those with calls beside theirs.
 
-        Other models on the thread, whose outermost forwards are others, are no part of it.
-
-        Args:
-            reached: the units that the backward entered.
+        `reached`: those that the backward entered. Other models on the thread, whose outermost forwards are others, are no part
+        of it.
         """
         broken = {*reached, *self._entered, *self._recomputing, *self.prefetched}
         last = (self._records[unit].last for unit in broken if unit in self._records)
@@ -695,9 +644,8 @@ class Scheduler:
     def reset(self, units: Iterable[int] | None = None) -> None:
         """End the forward and backward that run: these units are sharded, and no backward of theirs is expected.
 
-        Args:
-            units: the units of the models that failed. None for all units: then also forget everything that predicts the next
-                unit, since the step may have ended at different places on different ranks.
+        `units`: those of the models that failed. None for all: then also forget everything that predicts the next unit, since
+        the step may have ended at different places on different ranks.
         """
         broken = set(self._records if units is None else units)
         self._has_begun_backward, self._latest = False, -1

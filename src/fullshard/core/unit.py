@@ -67,10 +67,8 @@ class Unit:
         self.axis = axis
         self.options = options
         self.parameters = parameters
-        # The parameters again, grouped by dtypes, axis, device and requires_grad.
-        self.groups: list[ParamGroup] = []
-        # References to modules are weak, since modules refer to their unit.
-        self._modules = [weakref.ref(module) for module in modules]
+        self.groups: list[ParamGroup] = []  # the parameters by dtypes, axis, device and requires_grad
+        self._modules = [weakref.ref(module) for module in modules]  # weak, since modules refer to their unit
         self.is_list = len(modules) > 1
         # From the outermost module that the unit ran below down to its own: a module, and the name of its child.
         self.path: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -87,17 +85,12 @@ class Unit:
         self.shows_plain = False  # full_params() shows plain Parameters on the modules
         # While users hold the unsharded parameters: version and address of each at first. A change of either is a write.
         self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
-        # Checks that the next forward runs before it unshards, in order.
-        self.first_use: list[FirstUse] = []
-        # Whether `decide_gathers` ran since the groups were built.
-        self.gathers_decided = False
-        # Whether the units below have their names in this one, since it was the outermost one of a forward.
-        self.names_units = False
-        # Why no forward may begin, with a remedy; "" if one may.
-        self.refused = ""
+        self.first_use: list[FirstUse] = []  # checks that the next forward runs before it unshards, in order
+        self.gathers_decided = False  # `decide_gathers` ran since the groups were built
+        self.names_units = False  # the units below have their names in this one, since it was the outermost one of a forward
+        self.refused = ""  # why no forward may begin, with a remedy; "" if one may
         self.undone = False  # taken off its modules
-        # Where the parameters are, and what the scheduler expects of the unit.
-        self.record: UnitRecord = runtime.register(self)
+        self.record: UnitRecord = runtime.register(self)  # where the parameters are, and what the scheduler expects
         self.rebuild_groups([parameter.local for parameter in parameters])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -138,8 +131,13 @@ class Unit:
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if runtime.communicator.interrupted or runtime.backward.underway:
             runtime.recover()
-        if self.refused or self.shows_plain:
-            self._refuse_forward()
+        if self.refused:
+            raise StateError(f"The forward of unit '{self.name}' was called while {self.refused}")
+        if self.shows_plain:
+            raise StateError(
+                f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
+                "write. Call it outside, or keep the model unsharded with resident()."
+            )
         runs_outermost = record.running and scheduler.is_outermost(record.number) and not (self.is_list or self.methods)
         if runs_outermost and not _torch.is_in_forward(module, outer=True):  # no hook told the end of that forward
             runtime.abort_in_progress()
@@ -156,27 +154,15 @@ class Unit:
                 runtime.begin_outermost_forward(self, module)
             if self.first_use:
                 self.check_first_use(module)
-            stale = False
-            if record.residency is not Residency.SHARDED:
-                # Kept, or prefetched, also within this forward, in which the caller may have written, as MoCo does.
-                for group in self.groups:
-                    stale = stale or group.stale
-                if record.residency is Residency.FULL:
-                    self.uninstall()  # takes over `requires_grad`
+            stale = self.stale  # also if prefetched within this forward, in which the caller may have written, as MoCo does
+            if record.residency is Residency.FULL:
+                self.uninstall()  # takes over `requires_grad`
             runtime.trace.append((record.number, True))
             parts = [id(one) for one in (module, *self.modules)] if self.is_list else ()
             runtime.run(scheduler.before_forward(record.number, stale=stale, parts=parts))
         self.forwards.append((id(module), len(runtime.trace) - 1, sys.exc_info()[1]))
         for group in self.groups:
             group.install()
-
-    def _refuse_forward(self) -> None:
-        if self.refused:
-            raise StateError(f"The forward of unit '{self.name}' was called while {self.refused}")
-        raise StateError(
-            f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
-            "write. Call it outside, or keep the model unsharded with resident()."
-        )
 
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
         """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
@@ -258,8 +244,7 @@ class Unit:
     def pre_backward(self, call: ForwardCall) -> None:
         """Reduce the units whose backward is done, unshard this one again, and prefetch the next.
 
-        Args:
-            call: the forward whose backward begins.
+        `call`: the forward whose backward begins.
         """
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if self.undone:
@@ -294,8 +279,8 @@ class Unit:
         leaves = [full for full in unsharded if full is not None and full.requires_grad]
         if not leaves:
             return False
-        found = self.runtime.backward.collects = _torch.accumulates_into(leaves)
-        return found
+        self.runtime.backward.collects = _torch.accumulates_into(leaves)
+        return self.runtime.backward.collects
 
     def hook_late_grads(self) -> None:
         """Hook the unsharded parameters, for gradients that pass no hook on a graph.
@@ -375,15 +360,12 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
-        Before the first all-gather also DTensors that were assigned otherwise, as transformers does to load checkpoints.
+        Before the first all-gather also DTensors that were assigned otherwise, as transformers does to load checkpoints. Raises
+        StateError, before any shard changes, if the user assigned another Parameter to a module, or if it is impossible now.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
             assigned: True after load_state_dict() and materialize(), which put other Parameters on the modules.
-
-        Raises:
-            StateError: if the user assigned another Parameter to a module, or the change is impossible now. No shard has
-                changed then.
         """
         first = not self.gathers_decided
         values = [parameter.read_slots(assigned=assigned, dtensors=first) for parameter in self.parameters]
@@ -402,7 +384,7 @@ class Unit:
                 "backward. Change them back, and run the backward first or delete the outputs of the forward."
             )
         if not fits:
-            self.check_delivered(doing="a change of dtype or device")
+            self.runtime.reducer.check_delivered(self, doing="a change of dtype or device")
             self.invalidate_unsharded()
             self.rebuild_groups(values, unwritten)
             return
@@ -470,31 +452,6 @@ class Unit:
         if frees:
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
 
-    def allocate(self, device: torch.device) -> None:
-        """Allocate memory, which the user writes, for parameters that are on the meta device."""
-        unwritten = {id(parameter) for parameter in self.parameters if parameter.local.device.type == "meta"}
-        if unwritten:
-            self.invalidate_unsharded()
-            shards = [parameter.local for parameter in self.parameters]
-            values = [shard if shard.device.type != "meta" else torch.empty_like(shard, device=device) for shard in shards]
-            self.rebuild_groups(values, unwritten)
-
-    def reduce_now(self, group: ParamGroup) -> None:
-        """Reduce the gradients of one group, for a caller that runs backward piece by piece."""
-        self.check_idle(doing="post_backward()")
-        if group.trainable:
-            with torch.no_grad():
-                grads = group.take_gradients() or [None] * len(group.parameters)
-                self.runtime.reducer.reduce(self, group, grads)
-        if not self.options.stays_after_backward:
-            self.reshard()
-
-    def finish_reductions(self) -> None:
-        """Wait for the reductions in flight and set `.grad`, for a caller that runs backward piece by piece."""
-        with torch.no_grad():
-            self.runtime.reducer.collect([self])
-            self.runtime.reducer.assign_grads()
-
     # --- what is legal now ---
 
     def check_idle(self, *, doing: str) -> None:
@@ -507,13 +464,9 @@ class Unit:
         if self.runtime.scheduler.in_backward(self.number):
             raise StateError(f"{doing} was called inside the backward of unit '{self.name}'. Call it before or after.")
 
-    def check_delivered(self, *, doing: str) -> None:
-        """Raise StateError if gradients are in flight to groups that are about to be built again."""
-        self.runtime.reducer.check_delivered(self, doing=doing)
-
     def check_step_over(self, *, doing: str) -> None:
         """Raise StateError if gradients of earlier backwards are not in `.grad` yet: in flight, or kept on each rank."""
-        self.check_delivered(doing=doing)
+        self.runtime.reducer.check_delivered(self, doing=doing)
         if any(group.grads.has_local for group in self.groups):
             own = some_of([parameter.name for parameter in self.parameters if parameter.local_grad is not None])
             raise StateError(
@@ -532,8 +485,7 @@ class Unit:
 
     def agreement(self, doing: str) -> Agreement:
         """Return an `Agreement` of the ranks for a call on the unit outside of a step."""
-        subject = f"{self.global_id} {doing}"
-        return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, subject)
+        return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, f"{self.global_id} {doing}")
 
     # --- options and groups ---
 
@@ -551,7 +503,7 @@ class Unit:
     def check_rebuildable(self, *, doing: str) -> None:
         """Raise StateError inside a forward or backward, or with gradients in flight."""
         self.check_idle(doing=doing)
-        self.check_delivered(doing=doing)
+        self.runtime.reducer.check_delivered(self, doing=doing)
 
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """Change options that the groups depend on, and build the groups again. Gradients kept by `accumulate()` stay.
@@ -567,20 +519,6 @@ class Unit:
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])
 
-    def check_states_may_change(self, states: StateSharding) -> None:
-        """Raise StateError inside a forward or backward, or while gradients of the step are not in `.grad` yet.
-
-        Raise ValueError if the parameters that the optimizer sees would change.
-        """
-        if states.optimizer != self.options.states.optimizer:
-            raise ValueError(
-                f"Expected states with optimizer={self.options.states.optimizer} for unit '{self.name}', as in fully_shard(), "
-                f"got {states}: the shards that the optimizer holds cannot change. To change them, save a checkpoint and load "
-                "it into a model that is sharded with the new level."
-            )
-        self.check_idle(doing="set_states()")
-        self.check_step_over(doing="set_states()")
-
     def set_states(self, states: StateSharding) -> None:
         """Change the level, and free parameters that are kept no longer. `Runtime.unshard_kept` all-gathers the others."""
         self.configure(states=states)
@@ -588,19 +526,14 @@ class Unit:
             self.ensure_sharded(doing="set_states()")
 
     def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
-        """Give parameters to another unit, after `check_delivered`."""
+        """Give parameters to another unit, after `GradientReducer.check_delivered`."""
         self.invalidate_unsharded()
         ids = {id(parameter) for parameter in gone}
         self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
         self.rebuild_groups([parameter.local for parameter in self.parameters])
 
     def rebuild_groups(self, values: Sequence[Tensor], unwritten: Container[int] = ()) -> None:
-        """Put the parameters into groups.
-
-        Args:
-            values: one local shard per parameter.
-            unwritten: ids of parameters whose memory has no values yet.
-        """
+        """Put the parameters, with these local shards, into groups. `unwritten`: as in `refresh`."""
         dtypes = [
             self.options.mp.resolve(value.dtype, parameter.grad_dtype, keeps_dtype=parameter.keeps_dtype)
             for parameter, value in zip(self.parameters, values)
@@ -666,7 +599,7 @@ class Unit:
         )
 
     def decide_gathers(self) -> None:
-        """Build the groups again if the user changed, between that and the first forward, how a parameter is sent or reduced.
+        """Build the groups again if the user changed, since they were built, how a parameter is sent or reduced.
 
         That is by all-gather hooks on the parameter, its `grad_dtype`, or a cast of a module inside of the unit. Raises
         StateError for a parameter that cannot be all-gathered.
@@ -685,17 +618,6 @@ class Unit:
     def unsharded_memory(self) -> int:
         """Bytes that the unsharded parameters take in memory now."""
         return sum(group.unsharded_memory for group in self.groups)
-
-    @property
-    def standing_memory(self) -> int:
-        """Bytes of its allocated buffers that the next step does not allocate again. Read this between steps."""
-        return sum(group.standing_memory for group in self.groups)
-
-    def changes(self, fn: Callable[[Tensor], Tensor]) -> bool:
-        """Return True if `fn`, as passed to `Module._apply`, changes the dtype or device of the shards."""
-        samples = [group.shard[:0] for group in self.groups]
-        changed = [fn(sample) for sample in samples]
-        return any((new.dtype, new.device) != (old.dtype, old.device) for new, old in zip(changed, samples))
 
 
 def late_gradient(reference: weakref.ref[Unit], _: Tensor) -> None:

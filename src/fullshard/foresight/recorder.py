@@ -127,8 +127,8 @@ class _Recorder:
             new, self._watch = peak_of_new(self._watch.stop()), None
             self._peaks = (self._state_bytes + new,) * 2
         elif self._counts_next_step:
-            units = units_of(self._model, True)
-            standing = sum(unit.standing_memory for unit in units)
+            groups = [group for unit in units_of(self._model, True) for group in unit.groups]
+            standing = sum(group.standing_memory for group in groups)
             self._counts_next_step = False
             self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + standing
             self._watch = AllocationWatch()

@@ -232,7 +232,14 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"Expected a StateSharding as states, for example fullshard.ZERO2, got {type(states).__name__}.")
         units = units_of(self, check_bool("recurse", recurse))
         for unit in units:
-            unit.check_states_may_change(states)
+            if states.optimizer != unit.options.states.optimizer:
+                raise ValueError(
+                    f"Expected states with optimizer={unit.options.states.optimizer} for unit '{unit.name}', as in "
+                    f"fully_shard(), got {states}: the shards that the optimizer holds cannot change. To change them, save a "
+                    "checkpoint and load it into a model that is sharded with the new level."
+                )
+            unit.check_idle(doing="set_states()")
+            unit.check_step_over(doing="set_states()")
         for unit in units:
             unit.set_states(states)
         for runtime in dict.fromkeys(unit.runtime for unit in units):
@@ -479,7 +486,10 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     """Copy the shards back into the flat shards after `_apply(fn)` of a module of `unit`, which replaces or writes them."""
     for below in units_of(module, True):  # all of them, before the first one changes
         awaits_backward = below.runtime.scheduler.awaits_backward(below.number)
-        if (awaits_backward or below.runtime.reducer.is_undelivered(below)) and below.changes(fn):
+        if not awaits_backward and not below.runtime.reducer.is_undelivered(below):
+            continue
+        samples = [(old, fn(old)) for old in (group.shard[:0] for group in below.groups)]
+        if any((new.dtype, new.device) != (old.dtype, old.device) for old, new in samples):
             below.check_idle(doing="moving or casting")
             if awaits_backward:
                 raise StateError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard import _torch
-from fullshard.core import UNIT_CREATED, Originals, Unit, recovered, require_unit, unit_of, units_below
+from fullshard.core import UNIT_CREATED, Originals, ParamGroup, Unit, recovered, require_unit, unit_of, units_below
 from fullshard.errors import StateError
 from fullshard.frontend.api import fully_shard
 from fullshard.frontend.module import FSDPModule, sharded_method
@@ -49,6 +50,22 @@ def _id_of_model(unit: Unit, _: None) -> object:
     return (found or unit).unit_name
 
 
+def _reduce(unit: Unit, group: ParamGroup) -> None:
+    unit.check_idle(doing="post_backward()")
+    if group.trainable:
+        with torch.no_grad():
+            unit.runtime.reducer.reduce(unit, group, group.take_gradients() or [None] * len(group.parameters))
+    if not unit.options.stays_after_backward:
+        unit.reshard()
+
+
+def _finish_reductions(unit: Unit) -> None:
+    reducer = recovered(unit).runtime.reducer
+    with torch.no_grad():
+        reducer.collect([unit])
+        reducer.assign_grads()
+
+
 # What each name is, from the unit and the part of it that the view is of.
 _NAMES: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
     "FSDPState": {
@@ -59,7 +76,7 @@ _NAMES: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         "_state_ctx": lambda unit, _: View("FSDPStateContext", unit),
         "_comm_ctx": _id_of_model,
         # Waits for the reductions in flight and sets `.grad`. Pipeline schedules call it at the end of a step.
-        "_root_post_backward_final_callback": lambda unit, _: lambda: recovered(unit).finish_reductions(),
+        "_root_post_backward_final_callback": lambda unit, _: lambda: _finish_reductions(unit),
     },
     "FSDPStateContext": {
         "all_states": lambda unit, _: [_view(one) for one in units_below(unit.modules)],
@@ -68,7 +85,7 @@ _NAMES: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         "fsdp_params": lambda unit, group: [View("FSDPParam", unit, parameter) for parameter in group.parameters],
         "mp_policy": lambda unit, _: unit.options.mp,
         # Reduces the gradients of this group so far. Pipeline schedules call it after the last microbatch.
-        "post_backward": lambda unit, group: lambda: unit.reduce_now(group),
+        "post_backward": lambda unit, group: lambda: _reduce(unit, group),
     },
     "FSDPParam": {
         "sharded_param": lambda _, parameter: parameter.sharded,

@@ -84,8 +84,13 @@ class AllocatedTensors:
         """Allocate memory for those on meta: shards on the device of their unit, other tensors on the device of the mesh."""
         device = self._units[0].axis.device if self._units else torch.device("cpu")
         for unit in self._units:
-            offloaded = isinstance(unit.options.offload, CPUOffloadPolicy)
-            unit.allocate(torch.device("cpu") if offloaded else unit.axis.device)
+            unwritten = {id(parameter) for parameter in unit.parameters if parameter.local.device.type == "meta"}
+            if unwritten:
+                unit.invalidate_unsharded()
+                home = torch.device("cpu") if isinstance(unit.options.offload, CPUOffloadPolicy) else unit.axis.device
+                shards = [parameter.local for parameter in unit.parameters]
+                values = [shard if shard.device.type != "meta" else torch.empty_like(shard, device=home) for shard in shards]
+                unit.rebuild_groups(values, unwritten)
         # By id of the meta tensor, so that tied tensors stay tied. The value keeps the meta tensor alive: its id is not reused.
         memory_of: dict[int, tuple[Tensor, Tensor]] = {}
         for module in model.modules():
