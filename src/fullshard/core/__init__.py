@@ -59,15 +59,7 @@ from fullshard.core.param_sharding import CHOOSE_AXIS, ParamSharding, PlacementF
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient, pack
 from fullshard.core.runtime import Runtime
-from fullshard.core.scheduler import (
-    Action,
-    ForwardCall,
-    Move,
-    Residency,
-    Scheduler,
-    Stats,
-    UnitRecord,
-)
+from fullshard.core.scheduler import Action, ForwardCall, Move, Residency, Scheduler, Stats, UnitRecord
 from fullshard.core.shard_values import (
     all_gather_full,
     all_gather_unsharded,
@@ -93,11 +85,4 @@ from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_at
 from fullshard.core.unit import Unit, refuse_inside_full_params
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.core.units import attach_unit, detach_unit, own_modules, recovered, require_unit, unit_of, units_below, units_of
-from fullshard.core.unsharded_buffer import (
-    AllGather,
-    FlatBuffer,
-    GroupCollectives,
-    Storage,
-    UnshardedBuffer,
-    tensor_on_storage,
-)
+from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage, UnshardedBuffer, tensor_on_storage

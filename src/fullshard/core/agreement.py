@@ -22,11 +22,8 @@ from fullshard.core.mesh import ShardAxis, group_of
 from fullshard.core.subclasses import plain_parts
 from fullshard.errors import printable
 
-KIND = "talk"  # `Message.kind` of these collectives, which users see in `counting()`
-
 T = TypeVar("T")
 
-_DIGEST = 8  # bytes of a digest, as of the hashes in the collective log
 _HEADER = struct.Struct("<qq")  # before gathered bytes: the global rank, and their length
 
 
@@ -55,11 +52,6 @@ class Agreement(Ranks):
 
     Each collective is logged under the name of the call. So if ranks are in different calls, the watchdog reports both, and an
     error of the backend names the call and the states of the other ranks.
-
-    Attributes:
-        axes: the axes that together connect the ranks; none if this rank is alone.
-        device: device of the tensors in the collectives.
-        groups: the process groups of the axes, replicas first, each with its axis.
     """
 
     def __init__(
@@ -76,17 +68,17 @@ class Agreement(Ranks):
 
         Args:
             communicator: runs the collectives; None without axes.
-            axes: of a unit and, if all ranks of a mesh with tensor parallelism take part, its tensor-parallel axes.
-            unit_name: the name of the unit, for error messages.
+            axes: that together connect the ranks; none if this rank is alone.
+            unit_name: for error messages.
             doing: the name of the call; options that ranks must share are part of it, so that errors show them.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
             ranks: global ranks that take part; None for those of the only axis.
         """
         self.axes = tuple(axes)
-        self.device = axes[0].device if axes else torch.device("cpu")
+        self.device = axes[0].device if axes else torch.device("cpu")  # of the tensors in the collectives
         self._communicator, self._unit_name, self._doing, self._subject = communicator, unit_name, doing, subject
         self._ranks = ranks
-        self.groups: dict[dist.ProcessGroup, ShardAxis] = {}
+        self.groups: dict[dist.ProcessGroup, ShardAxis] = {}  # each with its axis, replicas first
         for axis in axes:
             for group in axis.groups:
                 self.groups.setdefault(group, axis)
@@ -178,8 +170,8 @@ class Agreement(Ranks):
         return int(differ[0]) if differ.numel() else None
 
     def all_equal(self, content: bytes) -> bool:
-        """Return True if `content` is equal on all ranks. Collective, with one message of a digest."""
-        digest = hashlib.sha256(content).digest()[:_DIGEST]
+        """Return True if `content` is equal on all ranks. Collective, with one message: a digest of 8 bytes."""
+        digest = hashlib.sha256(content).digest()[:8]
         return self.first_unequal(torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)) is None
 
     def gather_bytes(self, content: bytes, at_most: int | None = None) -> dict[int, bytes]:
@@ -267,7 +259,7 @@ class Agreement(Ranks):
             self._fingerprints[axis.key] = fingerprints
 
         def recorded() -> Started:
-            communicator.traffic.record(KIND, fulls, group.size())
+            communicator.traffic.record("talk", fulls, group.size())  # the `Message.kind` that users see in `counting()`
             return start()
 
         sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, recorded)

@@ -22,11 +22,7 @@ def _ceil_div(numerator: int, denominator: int) -> int:
 
 
 def staging_limit(nbytes: int) -> int:
-    """Return how many bytes of parameters a group of `nbytes` bytes may pack.
-
-    >>> staging_limit(100 * MIB) // MIB, staging_limit(1000 * MIB) // MIB
-    (32, 100)
-    """
+    """Return how many bytes of parameters a group of `nbytes` bytes may pack."""
     return max(32 * MIB, nbytes // 10)
 
 
@@ -68,11 +64,10 @@ class DirectRule:
             return direct
         total = ranks * sum(chunks)
         packed = total - ranks * sum(chunks[i] for i in direct)
-        seen = 0  # candidates, with those that are direct already
-        for index in sorted(candidates, key=lambda i: (-chunks[i], i)):
+        largest_first = sorted(candidates, key=lambda i: (-chunks[i], i))
+        for place, index in enumerate(largest_first):
             message = ranks * chunks[index]
-            is_large = message >= LARGE_MESSAGE and seen < MAX_LARGE_DIRECT
-            seen += 1
+            is_large = message >= LARGE_MESSAGE and place < MAX_LARGE_DIRECT
             if index in direct or chunks[index] < MIN_CHUNK:
                 continue
             if is_large or (message >= MIN_MESSAGE and packed > staging_limit(total)):
@@ -85,11 +80,8 @@ class DirectRule:
 class Extent:
     """Rows that one rank owns of a dim that is divided into equal chunks; `of_rank` divides by torch.chunk's rule.
 
-        row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
-        rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
-
-    >>> Extent.of_rank(5, ranks=3, rank=2)
-    Extent(start=4, stop=5, chunk=2)
+    row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
+    rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
     """
 
     start: int
@@ -157,9 +149,8 @@ class Segment:
 class Bucket:
     """One tensor that is communicated: `size` elements of each rank's flat shard, starting at `offset`.
 
-    On a backend with coalesced collectives one call takes all buckets of a group.
-
-    A packed bucket has many segments. A direct bucket has one and is all-gathered straight into the unsharded buffer.
+    On a backend with coalesced collectives one call takes all buckets of a group. A packed bucket has many segments. A direct
+    bucket has one and is all-gathered straight into the unsharded buffer.
     """
 
     direct: bool
@@ -178,12 +169,9 @@ class Slice:
 
 
 def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple[tuple[Slice, ...], ...]:
-    """Divide the chunks of parameters into messages of about equal size.
+    """Divide the chunks of parameters into messages of about equal size, at most `limit` elements over all ranks, rounded up.
 
-    Args:
-        sizes: (parameter, elements of its chunk) for each parameter.
-        ranks: number of ranks.
-        limit: maximum elements of a message over all ranks, rounded up to a multiple of `ranks`.
+    `sizes`: (parameter, elements of its chunk) for each parameter.
 
     >>> slices([(0, 64), (3, 128)], ranks=2, limit=256)
     ((Slice(parameter=0, start=0, size=64), Slice(parameter=3, start=0, size=64)), (Slice(parameter=3, start=64, size=64),))
@@ -209,10 +197,8 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
 class ReductionLayout:
     """Collectives that reduce the gradients of a group. Each parameter with elements is in exactly one of the fields."""
 
-    # the packed gradients, in one reduce-scatter; None if there are none
-    packed: Bucket | None
-    # parameters with a reduce-scatter of their own, straight from the gradient that autograd computed
-    direct: tuple[int, ...]
+    packed: Bucket | None  # the packed gradients, in one reduce-scatter; None if there are none
+    direct: tuple[int, ...]  # parameters with a reduce-scatter of their own, from the gradient that autograd computed
     # direct parameters that are uneven or whose gradients are cast: for each reduce-scatter, the slices of their chunks
     slices: tuple[tuple[Slice, ...], ...]
 
@@ -258,12 +244,9 @@ class GroupLayout:
         return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
-        """Plan the collectives that reduce the gradients.
+        """Plan the collectives that reduce the gradients, in a dtype of `itemsize` bytes, which they have already if `as_is`.
 
-        Args:
-            as_is: whether the gradients already have the dtype in which they are reduced.
-            in_order: whether collectives run one after the other on their stream, so that large ones may run in slices.
-            itemsize: bytes of the reduce dtype.
+        `in_order`: collectives run one after the other on their stream, so that large ones may run in slices.
         """
         candidates = [index for index, place in enumerate(self.offsets) if place.direct]
         unpacked = candidates if in_order else [index for index in candidates if as_is and self.is_even(index)]
@@ -289,15 +272,10 @@ def plan_layout(
     direct: DirectRule,
     outer: int = 1,
 ) -> GroupLayout:
-    """Lay out parameters of `shapes` (each with at least one dim) for `ranks` ranks.
+    """Lay out parameters of unsharded `shapes`, each with at least one dim, that are sharded along `dims`, 0 for all if None.
 
-    Args:
-        shapes: unsharded shape of each parameter.
-        dims: dim along which each parameter is sharded; 0 for all if None.
-        ranks: number of ranks.
-        itemsize: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
-        direct: rule that chooses the direct parameters.
-        outer: number of neighbouring ranks whose chunks a first hop gathers. The rule then applies to the second hop.
+    `itemsize`: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
+    `outer`: number of neighbouring ranks whose chunks a first hop gathers. The rule `direct` then applies to the second hop.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel

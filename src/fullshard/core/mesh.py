@@ -87,18 +87,14 @@ class ShardAxis:
         return ()
 
     def place(self, parameter: nn.Parameter, dim: int, *, name: str) -> tuple[DeviceMesh, list[Placement], tuple[int, ...]]:
-        """Return mesh and placements of the sharded parameter, and the data-parallel axes of that mesh, the shard axis last.
-
-        Raises ValueError for a DTensor whose mesh cannot be joined with this one.
-        """
+        """Return mesh and placements of the sharded parameter, and the data-parallel axes of that mesh, the shard axis last."""
         mesh = self.mesh
         placements: list[Placement] = [Replicate()] * mesh.ndim
         others: Sequence[Placement] = ()
         if isinstance(parameter, DTensor):  # of tensor parallelism, whose axes come last
             mesh, others = self._joined_with(parameter.device_mesh, name=name), parameter.placements
         if self.group is not None:
-            sizes = mesh.mesh.shape[self.mesh.ndim :]
-            placements[-1] = shard_placement(dim, zip(others, sizes))
+            placements[-1] = shard_placement(dim, zip(others, mesh.mesh.shape[self.mesh.ndim :]))
         return mesh, [*placements, *others], tuple(range(self.mesh.ndim))
 
     def _joined_with(self, mesh: DeviceMesh, *, name: str) -> DeviceMesh:
@@ -204,11 +200,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: MeshDims | None = None) -> Shard
     """Return the shard axis of `mesh`, with the replicate axis if it has one.
 
     Without a mesh, build a 1-D mesh over the default process group, which is initialized if necessary. A mesh of one axis is
-    (shard), of two axes (replicate, shard). With `dims`, use the named axes of a mesh of any number of axes.
-
-    Raises:
-        ValueError: if `mesh` is not such a DeviceMesh, is on the meta device, or does not contain this rank, if the ranks along
-            the axis to shard over do not ascend, or if `dims` does not fit the mesh.
+    (shard), of two axes (replicate, shard). With `dims`, use the named axes of a mesh of any number of axes. Raise
+    ValueError if the mesh or `dims` does not fit.
     """
     if mesh is None:
         if dims is not None:

@@ -52,8 +52,6 @@ def is_ignored(tensor: Tensor) -> bool:
 def roots_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return `modules` without duplicates and without submodules of other modules in the list."""
     unique = list(dict.fromkeys(modules))
-    if len(unique) == 1:
-        return unique
     inside = {id(child) for module in unique for child in module.modules() if child is not module}
     return [module for module in unique if id(module) not in inside]
 

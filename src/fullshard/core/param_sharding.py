@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,6 @@ class ShardPlacementResult:
 PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
-class TensorParallelSpec(NamedTuple):
-    """Mesh and placements of the DTensor that modules compute with under tensor parallelism."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class ParamSharding:
     """Sharding of one parameter over one shard axis, which many parameters share.
@@ -64,7 +57,7 @@ class ParamSharding:
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
     data_axes: tuple[int, ...]  # axes of `mesh` that are data parallel; one that is sharded over comes last
-    tensor_parallel: TensorParallelSpec | None = None  # None if modules compute with a plain tensor
+    tensor_parallel: _torch.DTensorSpec | None = None  # of the original, if modules compute with such a DTensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
     is_plain: bool = field(init=False)  # True if modules compute with a plain tensor of `local_shape` that is not a scalar
 
@@ -117,10 +110,7 @@ class ParamSharding:
         return None
 
     def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
-        """Return this rank's rows of an unsharded tensor, or of a DTensor as `rows_in`.
-
-        Raises StateError, with the name and `what` it is, if it has another shape or other placements.
-        """
+        """Return this rank's rows of an unsharded tensor, or of a DTensor as `rows_in`. Raise StateError if it does not fit."""
         if value.shape != self.shape:
             raise StateError(
                 f"Expected {what} of parameter '{name}' to have its shape {tuple(self.shape)}, got shape {tuple(value.shape)}."
@@ -128,12 +118,12 @@ class ParamSharding:
         if not isinstance(value, DTensor):
             return self.slice(self.local_of(value))
         rows = self.rows_in(value)
-        if rows is not None:
-            return rows
-        raise StateError(
-            f"Expected {what} of parameter '{name}' on {self.mesh} with {self.placements}, got a DTensor on "
-            f"{value.device_mesh} with {value.placements}. redistribute() it first, or pass the full tensor."
-        )
+        if rows is None:
+            raise StateError(
+                f"Expected {what} of parameter '{name}' on {self.mesh} with {self.placements}, got a DTensor on "
+                f"{value.device_mesh} with {value.placements}. redistribute() it first, or pass the full tensor."
+            )
+        return rows
 
     def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Return the spec of the sharded DTensor."""
@@ -149,10 +139,7 @@ class ParamSharding:
         return _torch.dtensor(whole, _torch.spec(parallel.mesh, parallel.placements, self.shape, whole.dtype))
 
     def grad_to_local(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`.
-
-        Raises ValueError for a DTensor on another mesh.
-        """
+        """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`."""
         parallel = self.tensor_parallel
         if parallel is not None and isinstance(tensor, DTensor):
             if tensor.device_mesh != parallel.mesh:
@@ -190,10 +177,7 @@ CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] 
 def plan_sharding(
     parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding, *, name: str
 ) -> ParamSharding:
-    """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`.
-
-    Raises ValueError if it cannot be sharded that way.
-    """
+    """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`, or raise ValueError."""
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
     if isinstance(parameter, DTensor) and (partial := [one for one in parameter.placements if one.is_partial()]):
         raise ValueError(
@@ -214,9 +198,7 @@ def plan_sharding(
         for choose in CHOOSE_AXIS:
             axis = choose(axis, states, local, dim)
     mesh, placements, data_axes = axis.place(parameter, dim, name=name)
-    parallel = None
-    if isinstance(parameter, DTensor):
-        parallel = TensorParallelSpec(parameter.device_mesh, tuple(parameter.placements))
+    parallel = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     return ParamSharding(axis, dim, parameter.shape, local_shape, mesh, tuple(placements), data_axes, parallel)
 
 

@@ -80,10 +80,7 @@ def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:
-    """Return a DTensor like the sharded parameter with this rank's rows of `full`.
-
-    Its device is that of the shard, or that of `full` if the shard is on meta.
-    """
+    """Return a DTensor like the sharded parameter with this rank's rows of `full`; on its device if the shard is on meta."""
     device = full.device if parameter.local.device.type == "meta" else parameter.local.device
     rows = parameter.slice(full)
     if is_plain(rows):

@@ -152,15 +152,10 @@ class ShardedParameter:
         grad_dtype: GradDtype | None = None,
         counters: dict[torch.device, DTensor] | None = None,
     ) -> None:
-        """Shard the parameter of `reference`, unless `sharded` is given.
+        """Shard the parameter of `reference`, unless `sharded` is given, because the unit is copied.
 
-        Args:
-            reference: the original parameter and its slots.
-            sharding: shapes and placements, and the rows of this rank.
-            sharded: the sharded parameter, if it exists already because the unit is copied.
-            keeps_dtype: whether the all-gather keeps the parameter's dtype, whatever the mixed precision policy is.
-            grad_dtype: dtype of `.grad`; None to take it from the original parameter.
-            counters: version counters that others share, by device; None for one of its own.
+        `keeps_dtype`: the all-gather keeps the parameter's dtype, whatever the mixed precision policy is. `grad_dtype`: of
+        `.grad`; None to take it from the original. `counters`: version counters that others share; None for one of its own.
         """
         original = reference.parameter
         self.name = reference.name  # qualified, within the unit
@@ -320,11 +315,7 @@ class ShardedParameter:
         self.put(plain)
 
     def restore(self, plain: nn.Parameter) -> bool:
-        """Register the sharded parameter again after `install_plain`, with the attributes that the plain one has now.
-
-        Returns:
-            False if another Parameter was assigned to a slot in the meantime, which is dropped.
-        """
+        """Undo `install_plain`, but keep the attributes of the plain parameter. Return False if a slot had yet another one."""
         self.sharded.requires_grad_(plain.requires_grad)
         for key in user_attributes(self.sharded):
             del self.sharded.__dict__[key]

@@ -33,14 +33,11 @@ class ShardedDTensor(DTensor):
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that: it computes with a plain DTensor that has the same memory, names the parameter in errors, and
-    records writes. During `optimizer.step()` the class of the instances is DTensor, so a step costs as much as with DTensors.
-    Reading attributes (`.grad`, `.shape`) costs nothing extra.
+    records writes. Optimizers step with plain DTensors (`use_plain_dtensor`). Reading `.grad` or `.shape` costs nothing extra.
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         handler = OPERATORS.get(func)
         if handler is not None and (handled := handler(func, args, kwargs)) is not None:
@@ -230,7 +227,6 @@ def _reason(error: RuntimeError, names: str) -> str:
             "with the tensors of `with fullshard.gathered(module)` (differentiable), call register_fsdp_forward_method() for "
             "the method that reads the parameter, or keep it unsharded in `with model.resident():`."
         )
-    why = f" ({(text or type(error).__name__).splitlines()[0]})"
-    if "does not have a sharding strategy registered" in text:
-        why = ""
+    is_told = "does not have a sharding strategy registered" in text
+    why = "" if is_told else f" ({(text or type(error).__name__).splitlines()[0]})"
     return f"cannot be computed on sharded {names}{why}: outside of the unit's forward a rank has only its shard. {_REMEDY}"
