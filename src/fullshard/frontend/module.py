@@ -18,7 +18,7 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.core.unit_options import KeepAfterForward
 from fullshard.core.units import own_modules, recovered, require_unit, unit_of, units_of
-from fullshard.errors import StateError, check_bool, check_int, warn_once
+from fullshard.errors import StateError, check_bool, warn_once
 from fullshard.policies import StateSharding
 from fullshard.state.class_swap import from_snapshot, plain_class, to_snapshot
 
@@ -192,7 +192,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         for unit, _, size in parsed:
             if size != unit.options.subgroup_size:
                 unit.check_rebuildable(doing=doing)
-        _meet([unit for unit, _, size in parsed if size not in (None, unit.options.subgroup_size)], doing)
+        meet([unit for unit, _, size in parsed if size not in (None, unit.options.subgroup_size)], doing)
         for unit, policy, size in parsed:
             if size == unit.options.subgroup_size:
                 unit.configure(keep_after_forward=policy)
@@ -272,55 +272,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
         configure_reductions(self, recurse, divide=None if factor is None else float(factor))
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether gradients of this unit are reduced with the op SUM and scaled afterwards, also where a backend has AVG.
-
-        Without it, a reduce-scatter on a backend that can average (nccl) does so, which saves a pass over the sums.
-
-        Args:
-            enable: True never averages in the backend.
-
-        Raises:
-            StateError: while gradients are reduced, but not in `.grad` yet.
-        """
-        unit = require_unit(self)
-        # Sums in flight are scaled as before.
-        unit.runtime.reducer.check_delivered(unit, doing="set_force_sum_reduction_for_comms()")
-        configure_reductions(self, False, force_sum=check_bool("enable", enable))
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set the maximum number of reduce-scatters in flight, each of one parameter group, from the next one on.
-
-        Args:
-            max_input_buffers: reduce-scatters in flight, at least 1. At the limit, backward waits for the oldest before it
-                starts the next.
-            recurse: True applies to all units at and below this module, False to this unit only.
-
-        Raises:
-            ValueError: if it is not an int, or less than 1.
-        """
-        most = check_int("max_input_buffers", max_input_buffers)
-        for unit in units_of(self, check_bool("recurse", recurse)):
-            unit.configure(comm=replace(unit.options.comm, reductions_in_flight=most))
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether reduce-scatters use a separate process group, to overlap with all-gathers. Collective.
-
-        Args:
-            enable: True uses a separate process group; False uses that of the all-gathers again.
-            recurse: True applies to all units at and below this module, False to this unit only.
-
-        Raises:
-            StateError: inside a forward or backward, or while gradients are not in `.grad` yet.
-        """
-        separate, doing = check_bool("enable", enable), "set_separate_reduce_scatter_group()"
-        units = units_of(self, check_bool("recurse", recurse))
-        for unit in units:
-            unit.check_rebuildable(doing=doing)
-        _meet(units if separate else [], doing)
-        for unit in units:
-            unit.reconfigure(doing=doing, separate_reduce=separate)
-
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Set the units whose all-gathers are prefetched in forward, while this unit computes.
 
@@ -350,16 +301,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             ValueError: for anything else, or for a unit with separate streams or on another device.
         """
         require_unit(self).record.next_backward = numbers_of(modules, require_unit(self))
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether this unit's parameters are unsharded in backward. Backward of an embedding, for example, needs none.
-
-        If backward needs them nevertheless, autograd raises an error, since freed parameters are marked as modified.
-
-        Args:
-            unshard_in_backward: False skips the all-gather before backward.
-        """
-        require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
 
     def reset_iter_state(self) -> None:
         """Reset the state of a step that an exception interrupted, and discard all of its gradients.
@@ -558,7 +499,7 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
                 group.grads.discard()
 
 
-def _meet(units: Sequence[Unit], doing: str) -> None:
+def meet(units: Sequence[Unit], doing: str) -> None:
     """Wait for all ranks of these units before `doing` creates process groups, which all of them must do. Collective."""
     for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
         unit.agreement(doing).barrier()
