@@ -46,6 +46,7 @@ from fullshard.core.mesh import (
     MeshDims,
     ShardAxis,
     axis_of,
+    check_order,
     group_of_mesh,
     resolve_mesh,
     shard_placement,
@@ -55,7 +56,7 @@ from fullshard.core.mesh import (
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
 from fullshard.core.packing import ReductionPlan
 from fullshard.core.param_group import ParamGroup, group_class, register_group
-from fullshard.core.param_sharding import CHOOSE_AXIS, ParamSharding, PlacementFn
+from fullshard.core.param_sharding import CHECK_LEVEL, CHOOSE_AXIS, ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient, pack
 from fullshard.core.runtime import Runtime

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from fullshard import _torch
 from fullshard.core.layout import Extent
-from fullshard.core.mesh import ShardAxis, replicated_axis, resolve_mesh
+from fullshard.core.mesh import MeshDims, ShardAxis, replicated_axis, resolve_mesh
 from fullshard.errors import StateError
 from fullshard.policies import StateSharding
 
@@ -169,6 +169,9 @@ def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
     same_ranks = other.device_type == mesh.device_type and torch.equal(other.mesh, mesh.mesh)
     return same_ranks and tuple(value.placements) == tuple(placements)
 
+
+CHECK_LEVEL: list[Callable[[StateSharding, ShardAxis, MeshDims | None], None]] = []
+"""Called with the level, axis and `dp_mesh_dims` of each fully_shard() call, to raise ValueError if they do not fit."""
 
 CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] = []
 """Called with the axis of a unit, its level, and values and dim of a parameter; return the axis to shard it over."""

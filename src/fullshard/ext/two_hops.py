@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import _torch
 from fullshard.core import (
+    CHECK_LEVEL,
     CHOOSE_AXIS,
     Bucket,
     Collectives,
@@ -28,6 +28,7 @@ from fullshard.core import (
     FlatBuffer,
     GroupCollectives,
     GroupLayout,
+    MeshDims,
     ParamGroup,
     ParamOffsets,
     ReductionPlan,
@@ -36,6 +37,7 @@ from fullshard.core import (
     StartedWork,
     UnshardedBuffer,
     Work,
+    check_order,
     group_class,
     group_of_mesh,
     is_plain,
@@ -94,6 +96,23 @@ def over_all_ranks(hybrid: ShardAxis) -> ShardAxis:
     return AllRanksAxis(mesh, group, ranks.numel(), rank, hybrid.device, hybrid=hybrid)
 
 
+def _check_replicas(states: StateSharding, axis: ShardAxis, dims: MeshDims | None) -> None:
+    """Raise ValueError unless the mesh has the replicas over which the level shards the optimizer's states."""
+    if not states.shards_over_replicas:
+        return
+    if dims is not None:
+        raise ValueError(
+            "states= with optimizer=('replicate', 'shard') cannot be combined with dp_mesh_dims=. Pass the two data-parallel "
+            "dims as mesh=, as in mesh['replicate', 'shard'], with parameters that are DTensors on the other dims."
+        )
+    if axis.replicas is None:
+        raise ValueError(
+            "states= with optimizer=('replicate', 'shard') needs a hybrid mesh of two dims (replicate, shard), got one of one "
+            f"dim of size {axis.ranks}, over which ZERO3 shards everything already. Pass a mesh of two dims, or states=ZERO3."
+        )
+    check_order(axis.mesh, 0)
+
+
 def _axis_for(axis: ShardAxis, states: StateSharding, values: Tensor, dim: int) -> ShardAxis:
     """Return the axis over all ranks for a level that shards over replicas, for parameters of enough rows in flat groups."""
     if not states.shards_over_replicas or not group_class(values, axis).flat:
@@ -102,6 +121,7 @@ def _axis_for(axis: ShardAxis, states: StateSharding, values: Tensor, dim: int) 
     return axis if has_few_rows(values.shape, dim, itemsize=values.itemsize, ranks=ranks) else over_all_ranks(axis)
 
 
+CHECK_LEVEL.append(_check_replicas)
 CHOOSE_AXIS.append(_axis_for)
 
 
@@ -239,12 +259,8 @@ class TwoHopGroup(ParamGroup):
         parts = [reduced[ranks * place.offset :][: prod(place.shape)].view(place.shape) for place in places]
         inputs, outputs = zip(*pack(self._scatter, parts, total, torch.empty, factor=1.0, in_place=False))
         started = replicas.reduce_scatter(outputs, inputs, 1.0)
-        return StartedWork(() if started is None else (started,), partial(_release, [inputs]))
-
-
-def _release(inputs: list[Any]) -> None:
-    """Release the inputs of a reduce-scatter, which were kept until it completed."""
-    inputs.clear()
+        # The inputs are kept until the reduce-scatter completed.
+        return StartedWork(() if started is None else (started,), [inputs].clear)
 
 
 register_group(TwoHopGroup)

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.checks.collective_log import UnitName
 from fullshard.core.agreement import Agreement
-from fullshard.core.mesh import MeshDims, ShardAxis, check_order, resolve_mesh
+from fullshard.core.mesh import MeshDims, ShardAxis, resolve_mesh
 from fullshard.core.module_tree import ManagedTensors, ParamRef, collect, mark_ignored, roots_of
 from fullshard.core.param_group import group_class
-from fullshard.core.param_sharding import ParamSharding, PlacementFn, plan_sharding
+from fullshard.core.param_sharding import CHECK_LEVEL, ParamSharding, PlacementFn, plan_sharding
 from fullshard.core.runtime import Runtime
 from fullshard.core.shard_values import move_data, replace_with_sharded
 from fullshard.core.sharded_param import ShardedParameter, replacement_of
@@ -197,8 +197,8 @@ class PreparedShard:
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}.")
         self._mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         self._axis, self._placement_fn = resolve_mesh(mesh, dp_mesh_dims), shard_placement_fn
-        if states.shards_over_replicas:
-            _check_replicas_to_shard(self._axis, dp_mesh_dims)
+        for check in CHECK_LEVEL:
+            check(states, self._axis, dp_mesh_dims)
         keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, self._axis.ranks, states)
         self._options = UnitOptions(
             keep_after_forward=keep_after_forward,
@@ -301,21 +301,6 @@ class PreparedShard:
 # --- checks, before anything has changed -----------------------------------------------------------------------------
 
 
-def _check_replicas_to_shard(axis: ShardAxis, dims: MeshDims | None) -> None:
-    """Raise ValueError unless the mesh has replicas, over which a level can shard the optimizer's states."""
-    if dims is not None:
-        raise ValueError(
-            "states= with optimizer=('replicate', 'shard') cannot be combined with dp_mesh_dims=. Pass the two data-parallel "
-            "dims as mesh=, as in mesh['replicate', 'shard'], with parameters that are DTensors on the other dims."
-        )
-    if axis.replicas is None:
-        raise ValueError(
-            "states= with optimizer=('replicate', 'shard') needs a hybrid mesh of two dims (replicate, shard), got one of one "
-            f"dim of size {axis.ranks}, over which ZERO3 shards everything already. Pass a mesh of two dims, or states=ZERO3."
-        )
-    check_order(axis.mesh, 0)
-
-
 def _check_modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     given = [module] if isinstance(module, nn.Module) else module
     if not isinstance(given, (list, tuple)) or not given:
@@ -359,7 +344,6 @@ def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | Non
     tensor = _torch.local_part(ref.parameter.data)
     how = plan_sharding(ref.parameter, axis, placement_fn, states, name=ref.name)
     group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
-    return how
     return how
 
 
