@@ -60,9 +60,9 @@ class Interrupted(RuntimeError):
 
 
 class CollectiveCall(LoggedCall):
-    """A collective on a stream, and its entry in the log. While a thread waits for it, the watchdog sees the call.
+    """A collective on a stream, and its entry in the log; in none if `HostStream.run` or `DeviceStream.run` made the call.
 
-    `HostStream.run` and `DeviceStream.run` return one by themselves, which is in no log, if no call is given to them.
+    While a thread waits for it, the watchdog sees the call.
     """
 
     # These are defaults, and who makes a call sets the others: a constructor would cost one more Python call per collective.
@@ -234,37 +234,29 @@ def nothing() -> None:
 class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
-    Attributes:
-        device: the device of the runtime.
-        async_device: the device if it runs asynchronously, as an accelerator does; None for the CPU.
-        all_gather_stream: stream of the all-gathers.
-        reduce_scatter_stream: stream of the reduce-scatters, heartbeats and other collectives over shards.
-        all_reduce_stream: stream of the all-reduces over replicas.
-        copy_in_stream: stream for the casts and copies from host memory before an all-gather, so that those of the next unit do
-            not wait for the all-gather of this one; None on the CPU, where they are part of the all-gather.
-        message_tag: the tag of the next messages, on backends whose messages carry tags.
-        watchdog: the watchdog of this process; None until there is a log with other ranks.
-        wait_state: the current wait of this thread, which the watchdog reads; None while `watchdog` is None.
-        next_event: event of the user, which the next outermost forward or `unshard()` is ordered behind; None if there is none.
-        interrupted: True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over
-            (`Recovery` in core/runtime.py).
+    The all-reduces are those over replicas; all other collectives that are no all-gathers run on the reduce-scatters' stream.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
-        self.device, self.message_tag = device, MessageTag()
+        self.device, self.message_tag = device, MessageTag()  # the tag of the next messages, where these carry tags
         self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = lanes(device), lanes(device), lanes(device)
         if not callable(getattr(self.all_gather_stream, "run", None)):
             raise ValueError(
                 f"Expected CommPolicy.lanes to return a Lane, with the method run(), got {self.all_gather_stream!r}."
             )
         kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
+        # The device if it runs asynchronously, as an accelerator does; None for the CPU.
         self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
+        # For the casts and copies from host memory before an all-gather, so that those of the next unit do not wait for the
+        # all-gather of this one; None on the CPU, where they are part of the all-gather.
         self.copy_in_stream = None if self.async_device is None else lanes(device)
         self._are_pollable = kinds == {DeviceStream}  # from any thread
-        self.watchdog: Watchdog | None = None
-        self.wait_state: WaitState | None = None
+        self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
+        self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
         self._in_flight: deque[CollectiveCall] | None = None  # for the watchdog; None on the CPU, where the host waits itself
-        self.next_event: object = None
+        self.next_event: object = None  # of the user: the next outermost forward or `unshard()` is ordered behind it
+        # True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over (`Recovery` in
+        # core/runtime.py).
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:
@@ -284,7 +276,7 @@ class Streams:
         *,
         part: bool = False,
     ) -> CollectiveCall:
-        """Run a collective on a stream and log it.
+        """Run a collective on a stream, log it, and return the call, to be waited for.
 
         Args:
             stream: the stream.
@@ -295,11 +287,7 @@ class Streams:
             after: work of another stream; the collective starts behind it instead of behind the compute stream.
             part: True if the collective continues the call that was logged last, so that it is not logged again.
 
-        Returns:
-            The call, to be waited for.
-
-        Raises:
-            StateError: if the ranks diverged, or if another rank has ended.
+        Raises StateError if the ranks diverged, or if another rank has ended.
         """
         call = CollectiveCall()
         call.streams = self
@@ -369,10 +357,10 @@ class Streams:
 
 
 class InFlight:
-    """Queue of collectives whose memory a stream may still read.
+    """Queue of collectives whose memory a stream may still read, released in order.
 
-    Entries are released in order. Before an entry's memory is freed, the compute stream is ordered behind its work, so that the
-    allocator cannot hand that memory to a kernel that runs earlier.
+    Before an entry's memory is freed, the compute stream is ordered behind its work, so that the allocator cannot hand that
+    memory to a kernel that runs earlier.
     """
 
     def __init__(self) -> None:
@@ -387,13 +375,10 @@ class InFlight:
             self._leave()
 
     def push(self, work: Work, on_done: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep the objects that `on_done` refers to alive until `work` has been waited for, then call it.
+        """Keep the objects that `on_done` refers to alive until `work` has been waited for, then call it to free the memory.
 
-        Args:
-            work: the work in flight.
-            on_done: frees the memory.
-            polled: allow `poll` to release the entry once its work completes. That moment differs between ranks, so it must be
-                False if `on_done` starts a collective.
+        With `polled`, `poll` may release the entry once its work completes. That moment differs between ranks, so it must be
+        False if `on_done` starts a collective.
         """
         self.entries.append((work, on_done, polled))
 

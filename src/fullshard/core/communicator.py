@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from zlib import crc32
 
@@ -28,14 +28,6 @@ from fullshard.errors import warn_once
 from fullshard.policies import CheckPolicy, CommPolicy
 
 _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its logs
-
-
-@dataclass(frozen=True, slots=True)
-class _AxisLog:
-    """The log of one axis, and its process groups, which are kept since the key of the log contains their ids."""
-
-    log: CollectiveLog
-    groups: list[dist.ProcessGroup]
 
 
 def _log_name(axis: ShardAxis) -> str:
@@ -66,7 +58,8 @@ class Communicator(Streams):
         super().__init__(device, lanes)
         self.traffic = TrafficCounter()
         self._collectives: dict[dist.ProcessGroup, Collectives] = {}
-        self._logs: dict[tuple[int, int], _AxisLog] = {}  # by `ShardAxis.key`
+        # By `ShardAxis.key`. The process groups of the axis are kept, since the key contains their ids.
+        self._logs: dict[tuple[int, int], tuple[CollectiveLog, list[dist.ProcessGroup]]] = {}
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
     # --- logs ---
@@ -74,21 +67,20 @@ class Communicator(Streams):
     def log_of(self, axis: ShardAxis) -> CollectiveLog:
         """Return the log of an axis, which is the same one as long as its process groups exist."""
         if axis.hybrid is not None:  # the shards of its parameters are not communicated in forward and backward, except by hops
-            log = self.log_of(axis.hybrid)
-            groups = self._logs[axis.hybrid.key].groups
+            self.log_of(axis.hybrid)
+            log, groups = self._logs[axis.hybrid.key]
             if axis.group is not None and axis.group not in groups:
                 groups.append(axis.group)
             return log
-        known = self._logs.get(axis.key)
-        if known is not None:
-            return known.log
-        for key, other in list(self._logs.items()):
-            if not all(map(_torch.is_alive, other.groups)):
-                other.log.abort = None  # which refers to the groups
+        if axis.key in self._logs:
+            return self._logs[axis.key][0]
+        for key, (other, its_groups) in list(self._logs.items()):
+            if not all(map(_torch.is_alive, its_groups)):
+                other.abort = None  # which refers to the groups
                 del self._logs[key]
         groups = [group for group in (axis.group, axis.replicas.group if axis.replicas else None) if group is not None]
         log = CollectiveLog(_log_name(axis), axis.members, dist.get_rank())
-        self._logs[axis.key] = _AxisLog(log, groups)
+        self._logs[axis.key] = log, groups
         if len(axis.members) > 1 and groups:
             backend = _torch.backend_name(groups[0], axis.device)
             log.tagged = self.async_device is None and carries_tags(backend, axis.device)
@@ -105,7 +97,7 @@ class Communicator(Streams):
 
     def logs(self) -> list[CollectiveLog]:
         """Return the logs of all axes."""
-        return [one.log for one in self._logs.values()]
+        return [log for log, _ in self._logs.values()]
 
     def report_exception(self, place: str, failure: str | None = None) -> None:
         """Note in all logs that an exception left `place`, so that the watchdog publishes it to ranks that wait for this one.
@@ -127,10 +119,9 @@ class Communicator(Streams):
             raise
 
     def roll_blocks(self) -> None:
-        """Drop old calls from the logs. Call this at the begin of a step."""
-        # A program without heartbeats would keep all calls otherwise.
-        for one in self._logs.values():
-            one.log.roll_block()
+        """Drop old calls from the logs at the begin of a step: a program without heartbeats would keep all calls otherwise."""
+        for log, _ in self._logs.values():
+            log.roll_block()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
         """Set patience and timeout to the shortest of these check policies, which are those of all units."""

@@ -44,15 +44,10 @@ class Heartbeat:
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.
-
-    Attributes:
-        length: number of bytes.
-        log: the log that it compares.
-        reductions: the reductions that it ends; empty once their gradients are set.
     """
 
-    log: CollectiveLog
-    reductions: list[Reduction]
+    log: CollectiveLog  # the log that it compares
+    reductions: list[Reduction]  # those that it ends; empty once their gradients are set
 
     def __init__(self, length: int, async_device: torch.device | None) -> None:
         """Allocate the memory. `async_device`: the device if it runs asynchronously, else None."""
@@ -111,8 +106,6 @@ class Heartbeat:
         return [[bool(next(flags)) for _ in reduction.used] for reduction in self.reductions]
 
 
-_NO_UNIT = UnitName("")
-
 SentHeartbeat = tuple[Heartbeat, CollectiveCall]
 """A heartbeat, and the call that sends it."""
 
@@ -127,14 +120,7 @@ class Heartbeats:
         self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
-        """Send one heartbeat per log.
-
-        Args:
-            reductions: the reductions to end, each with the number of steps per heartbeat (`CheckPolicy.every`).
-
-        Returns:
-            The heartbeats, with the calls that send them.
-        """
+        """Send one heartbeat per log for the reductions to end, each with the steps per heartbeat (`CheckPolicy.every`)."""
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
         for every, reduction in reductions:
             logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
@@ -144,7 +130,7 @@ class Heartbeats:
         communicator = self._communicator
         fingerprints = self._fingerprints.get(log)
         if fingerprints is None:
-            fingerprints = self._fingerprints[log] = GroupFingerprints(log, _NO_UNIT, "")
+            fingerprints = self._fingerprints[log] = GroupFingerprints(log, UnitName(""), "")
         length = message_length(sum([len(reduction.used) for reduction in reductions]))
         beat = next((beat for beat in reversed(self._free) if beat.length == length), None)
         if beat is None:

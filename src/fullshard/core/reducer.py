@@ -41,20 +41,12 @@ class GradientReducer:
 
     The gradients of a step are set together, after its heartbeat: if the step raises, all of them are set or none. Only groups
     with hooks on their parameters get theirs earlier, since the hooks run as soon as the gradients are reduced.
-
-    Attributes:
-        heartbeats: those that were sent, which on an accelerator are read in a later step.
-        in_flight: the reduce-scatters, and the all-gathers of deleted units.
-        replicating: the reductions over replicas.
-        replicates: True once one of these was started.
-        merged: True if reductions in flight contain gradients that earlier backwards kept.
-        decided: the reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
     """
 
     def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:
         self._communicator, self._listeners = communicator, listeners
-        self.in_flight = InFlight()
-        self.replicating = InFlight()
+        self.in_flight = InFlight()  # the reduce-scatters, and the all-gathers of deleted units
+        self.replicating = InFlight()  # the reductions over replicas
         self.heartbeats = Heartbeats(communicator)
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
         # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
@@ -62,8 +54,9 @@ class GradientReducer:
         # Since the last heartbeat. Weak references, so that a model can be deleted before the backward that ends its step.
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
-        self.replicates = False
-        self.merged = False
+        self.replicates = False  # True once a reduction over replicas was started
+        self.merged = False  # True if reductions in flight contain gradients that earlier backwards kept
+        # The reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
         self.decided: list[Reduction] | None = None
 
     @property
@@ -74,11 +67,8 @@ class GradientReducer:
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None], *, last: bool = False) -> None:
         """Start to reduce the gradients of a group or, if its unit does not reduce in this backward, keep them on this rank.
 
-        Args:
-            unit: the unit of the group.
-            group: the group.
-            grads: one per parameter, None for a parameter without gradient. The list is cleared if the reduction starts.
-            last: True if the user ends the step with it: only units without gradient sync still keep gradients.
+        The list is cleared if the reduction starts. With `last`, by which the user ends the step, only units without gradient
+        sync still keep gradients.
         """
         if not (unit.options.sync_gradients if last else unit.options.reduces):
             group.grads.accumulate(grads)
@@ -238,11 +228,8 @@ class GradientReducer:
     def collect(self, touched: Sequence[Unit]) -> None:
         """Wait for the reductions in flight, and decide which gradients to set: those of units whose step this backward ends.
 
-        These include units of the same models whose gradients this rank only kept, although this backward has not reached them.
-        Ranks that kept gradients of other units diverge here.
-
-        Args:
-            touched: the units of which the backward computed gradients.
+        These include units of the same models as `touched`, of which the backward computed gradients, whose gradients this rank
+        only kept, although this backward has not reached them. Ranks that kept gradients of other units diverge here.
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
@@ -261,7 +248,10 @@ class GradientReducer:
             return []
         trees = {unit.outermost for unit in touched} - {None}
         found: list[tuple[Unit, ParamGroup]] = []
-        for _, unit in sorted(self._keeping.items()):
+        for number, unit in sorted(self._keeping.items()):
+            if not any(group.grads.are_left for group in unit.groups):  # an earlier backward reduced them
+                del self._keeping[number]
+                continue
             options = unit.options
             if not (options.sync_gradients and options.ends_step) or unit.outermost not in trees:
                 continue
@@ -270,12 +260,6 @@ class GradientReducer:
                 if group.trainable and (group.grads.has_local or deferred):
                     found.append((unit, group))
         return found
-
-    def _forget_reduced(self) -> None:
-        """Forget the units that keep gradients no longer."""
-        for number, unit in list(self._keeping.items()):
-            if not any(group.grads.are_left for group in unit.groups):
-                del self._keeping[number]
 
     def _take(self, reductions: Sequence[Reduction]) -> None:
         """Remove these, whose step ends, from those since the last heartbeat."""
@@ -298,7 +282,6 @@ class GradientReducer:
         Raises StateError if the ranks diverged.
         """
         self.heartbeats.read_sent(sent)
-        self._forget_reduced()
         used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
         for beat, work in sent:
             if beat.must_be_read:
@@ -324,11 +307,7 @@ class GradientReducer:
     # --- the end of a step by the user (an extension point) ---
 
     def is_unreduced(self, group: ParamGroup) -> bool:
-        """Return True if the group must still be reduced before `.grad` is set.
-
-        It must if it has kept gradients or a deferred all-reduce, or if no reduction of it has started since `.grad` was last
-        set.
-        """
+        """Return True if the group has gradients that are left, or if no reduction of it has started since `.grad` was set."""
         return group.grads.are_left or not any(reduction.group is group for _, reduction in self._reduced)
 
     def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
@@ -336,8 +315,10 @@ class GradientReducer:
         mine = set(map(id, units))
         due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
         sent = self._send_heartbeats(due)
-        # `end` must start no collective, since ranks may finish several models in different orders.
-        if self._communicator.async_device is None and any(_has_stages(reduction) for _, reduction in due):
+        # `end` must start no collective, since ranks may finish several models in different orders. On the CPU, waits start the
+        # all-reduces over replicas, and the later stages of all-reduces over more than two ranks (heartbeats).
+        staged = any(reduction.factors.has_second_step or reduction.group.layout.ranks > 2 for _, reduction in due)
+        if staged and self._communicator.async_device is None:
             self.drain()
             for _, work in sent:
                 work.block()
@@ -364,12 +345,3 @@ class GradientReducer:
 
 def _is_deferred(unit: Unit) -> bool:
     return any(group.grads.deferred is not None for group in unit.groups)
-
-
-def _has_stages(reduction: Reduction) -> bool:
-    """Return True if a wait on the CPU starts more messages.
-
-    These are an all-reduce over replicas, and the later stages of an all-reduce over more than two ranks (heartbeats).
-    """
-    group = reduction.group
-    return reduction.factors.has_second_step or group.layout.ranks > 2

@@ -49,13 +49,8 @@ class Storage:
 def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
     """Return matching views for the copy-in or copy-out of a parameter that is sharded along another dim than 0.
 
-    Args:
-        full: the unsharded parameter or its gradient.
-        blocks: the parameter's columns of a packed buffer, (ranks, size).
-        place: offsets of the parameter.
-
-    Returns:
-        Views of `full`, one for each rank with rows, and views of `blocks` with the same shapes.
+    These are views of `full`, the unsharded parameter or its gradient, and of `blocks`, its columns of a packed buffer,
+    (ranks, size): one each for each rank with rows.
     """
     ranks, length, chunk = blocks.shape[0], place.shape[place.dim], place.chunk
     full_parts: list[Tensor] = []
@@ -83,12 +78,7 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
     """Return the copy-out: steps that copy the packed all-gather output to the parameters' regions of the buffer.
 
     Dim-0 parameters need one call, parameters sharded along other dims a second one. On the CPU, where the call copies one
-    region after the other, neighbors of equal size are copied as one.
-
-    Args:
-        layout: layout of the group.
-        flat: the unsharded buffer, (unsharded_numel,).
-        staging: the packed all-gather output, (ranks * size,).
+    region after the other, neighbors of equal size are copied as one. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
     """
     sizes: list[int] = []
     offsets: list[int] = []
@@ -122,11 +112,8 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
 def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Return matching views of `flat` and `packed`, (count, ranks, size) each: one pair for each run of columns of equal size.
 
-    Args:
-        packed: the packed all-gather output, (ranks, columns).
-        flat: the unsharded buffer, where the regions of one run follow each other.
-        sizes: of each column.
-        offsets: of its region in `flat`, (ranks * size,).
+    `packed` is the all-gather output, (ranks, columns). Each column has a size, and the offset in `flat` of its region of
+    ranks * size elements. The regions of one run follow each other.
     """
     ranks, column, at = len(packed), 0, 0
     regions: list[Tensor] = []
@@ -145,12 +132,7 @@ class AllGather:
     """An all-gather: copy-in steps, the collective, copy-out steps.
 
     `copy_in` runs on the copy-in stream if there is one, and overlaps with the previous all-gather then. The rest runs on the
-    stream of the all-gather, `begin` before the collective and `finish` after it.
-
-    Attributes:
-        begin: starts the collective.
-        observed: the same, and reports it to who counts messages.
-        copies_in: whether there are copy-in steps.
+    stream of the all-gather: `begin`, or `observed`, which also reports the collective to who counts messages, and `finish`.
     """
 
     __slots__ = ("_after", "_before", "begin", "copies_in", "observed")
@@ -191,10 +173,7 @@ class AllGather:
 def _in_custom_memory(
     layout: GroupLayout, collectives: ObservedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
 ) -> AllGather:
-    """Return an all-gather of all parameters as one packed message, in memory that a custom all-gather allocates.
-
-    That is when the collective starts, once for what this returns.
-    """
+    """Return an all-gather of all parameters as one packed message, in memory allocated as the collective first starts."""
     allocate, size = collectives.gather_memory, shard.numel()
     assert allocate is not None
     staging: list[Tensor] = []
@@ -217,15 +196,10 @@ def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
 
 
 class UnshardedBuffer(Protocol):
-    """The memory that a group's parameters are all-gathered into. `FlatBuffer` is the one of a flat shard.
+    """The memory that a group's parameters are all-gathered into. `FlatBuffer` is the one of a flat shard."""
 
-    Attributes:
-        version: version of the shards that were all-gathered last; -1 before the first all-gather.
-        keep: whether the memory is kept when it is freed.
-    """
-
-    version: int
-    keep: bool
+    version: int  # of the shards that were all-gathered last; -1 before the first all-gather
+    keep: bool  # whether `free` and `release_staging` leave the memory allocated, so that its address never changes
 
     @property
     def memory(self) -> int:
@@ -260,28 +234,17 @@ class FlatBuffer:
 
     The storage has memory between `allocate` and `free`. Its size is changed by `resize_`, so the tensors in it (`views`), and
     with them the unsharded Parameters, are the same objects for the whole training, as autograd requires.
-
-    Attributes:
-        flat: the buffer, (unsharded_numel,).
-        keep: whether `free` and `release_staging` leave the memory allocated, so that its address never changes.
-        views: the unsharded parameters, one tensor each, with separate version counters.
-        version: version of the shards that were all-gathered last; -1 before the first all-gather.
     """
 
     def __init__(
-        self,
-        layout: GroupLayout,
-        dtypes: Dtypes,
-        collectives: GroupCollectives,
-        storage: Storage,
-        shard: Tensor,
+        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
         self.flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
-        self.keep = False
+        self.keep, self.version = False, -1
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
+        # The unsharded parameters, with separate version counters.
         self.views = [tensor_on_storage(self.flat, layout.ranks * place.offset, place.shape) for place in layout.offsets]
-        self.version = -1
         # With a custom all-gather that allocates its output when it starts: plans such an all-gather. None otherwise.
         self._plan_custom: Callable[[], AllGather] | None = None
         # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
@@ -360,7 +323,7 @@ class FlatBuffer:
         return self._custom_gather
 
     def release_staging(self) -> None:
-        """Free the memory that only the all-gather needed. Call this after the compute stream waited for the all-gather."""
+        """Free the memory that only the all-gather needed, after the compute stream waited for the all-gather."""
         # The memory belongs to the pool of the compute stream. It may be reused there at once, so this must be ordered after
         # the copy-out, which reads it on the all-gather stream.
         self._subgroup_gather = None
