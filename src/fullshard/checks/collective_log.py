@@ -136,13 +136,7 @@ class CollectiveLog:
     # Other threads read without a lock: all blocks but the last are immutable, and the last one only grows.
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
-        """Create an empty log.
-
-        Args:
-            name: unique name, equal on all ranks.
-            ranks: global ranks that share the log.
-            rank: global rank of this process.
-        """
+        """Create an empty log of global rank `rank`, which `ranks` share. `name`: a unique one, equal on all ranks."""
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
         self.key = f"{crc32(name.encode()):08x}"  # short form of the name, for keys of the store
         self._exception: ExceptionNote | None = None
@@ -180,10 +174,7 @@ class CollectiveLog:
     def note_exception(self, place: str, failure: str | None = None) -> None:
         """Note that an exception ended the current step of this rank. The note is published until the next call is logged.
 
-        Args:
-            place: where the exception was raised, e.g. "'blocks.1' forward".
-            failure: text of the exception, as from `described`; None while the exception is still propagating. It is then
-                read from the state of this thread.
+        `failure`: text of the exception, as from `described`; None while it propagates, to read it from this thread's state.
         """
         if self.exception_note is None:
             self._exception = ExceptionNote(self.count, place, threading.get_ident(), failure)
@@ -227,10 +218,9 @@ class CollectiveLog:
         return found
 
     def heartbeat_due(self, every: int) -> bool:
-        """Return True if the backward that ends now sends a heartbeat, the small all-reduce that compares the logs.
+        """Return True if the backward that ends now sends a heartbeat, as every `every`-th one does.
 
-        Every `every`-th backward sends one. A backward without a heartbeat is logged, so that ranks with different counts of
-        backwards are found to diverge.
+        A backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
         """
         self._backwards += 1
         if self._backwards % every:

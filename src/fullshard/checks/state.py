@@ -12,25 +12,15 @@ from fullshard.checks.collective_log import CollectiveLog, LoggedCall
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """State of a rank in one log, as it is published.
+    """State of a rank in one log, as it is published."""
 
-    Attributes:
-        count: number of calls.
-        hash: 64-bit hash of these calls.
-        notices_read: number of notices that the rank had read.
-        last: text of the last call; "" before the first one.
-        waits: number and text of the call that the rank waits for, as in "3, all_gather of 'a'"; None if it does not wait.
-        exception: exception that ended the step, and its place; None if there was none.
-        ended: whether the rank ended the program.
-    """
-
-    count: int
-    hash: int
-    notices_read: int = 0
-    last: str = ""
-    waits: str | None = None
-    exception: str | None = None
-    ended: bool = False
+    count: int  # number of calls
+    hash: int  # 64-bit hash of these calls
+    notices_read: int = 0  # number of notices that the rank had read
+    last: str = ""  # text of the last call; "" before the first one
+    waits: str | None = None  # number and text of the call that the rank waits for, as in "3, all_gather of 'a'"
+    exception: str | None = None  # that ended the step, and its place
+    ended: bool = False  # whether the rank ended the program
 
     def pack(self) -> bytes:
         """Return the record to publish."""
@@ -63,22 +53,16 @@ class WaitState:
 
     A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
     stops the device first, and the host only later, in any code that synchronizes.
-
-    Attributes:
-        call: call that the thread waits for; None if it does not wait.
-        in_flight: calls that are queued on an asynchronous device, oldest first; empty on the CPU. The thread appends to it.
-        patience: seconds until the watchdog requests the positions of the other ranks.
-        timeout: seconds until the wait fails; None for never.
     """
 
     __slots__ = ("__weakref__", "_newest", "_seen", "_since", "_stalled", "call", "in_flight", "patience", "timeout")
 
     def __init__(self) -> None:
-        self.patience = 1.0
-        self.timeout: float | None = None
-        self.call: LoggedCall | None = None
-        # `poll_device` removes completed calls. Where no watchdog calls it, the limit keeps the list short: it is about as many
-        # calls as the launch queue of a device holds.
+        self.patience = 1.0  # seconds until the watchdog requests the positions of the other ranks
+        self.timeout: float | None = None  # seconds until the wait fails; None for never
+        self.call: LoggedCall | None = None  # whose wait the thread is in
+        # Calls queued on an asynchronous device, oldest first, which the thread appends and `poll_device` removes as they
+        # complete. Where no watchdog calls it, the limit keeps the list short: as many calls as a device's launch queue holds.
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: Any = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll

@@ -21,8 +21,7 @@ _END_SECONDS = 3.0  # maximum seconds for which the rank that serves the store w
 _NEVER = 1 << 60  # number of a notice that no rank reads
 _GAP = 20  # polls after which a notice that was counted, but not written, is skipped
 
-Window = list[tuple[int, int, str]]
-"""Recent calls of a rank: (number, hash of all calls up to it, text)."""
+Window = list[tuple[int, int, str]]  # recent calls of a rank: (number, hash of all calls up to it, text)
 
 
 class StateStore:
@@ -30,18 +29,12 @@ class StateStore:
 
     A record belongs to one rank and has a key of its own: its state in a log, and its recent calls there. A notice goes to all
     ranks, which read notices in one order. A rank polls one key, the number of notices.
-
-    Attributes:
-        rank: global rank of this process.
-        size: number of ranks.
-        notices_read: number of notices that this rank has read.
-        is_cut_off: whether the rank that serves the store ends, so that nothing is sent any more (see `cut_off`).
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.notices_read = 0
-        self.is_cut_off = False
+        self.rank, self.size = rank, size  # global rank of this process, number of ranks
+        self.notices_read = 0  # number of notices that this rank has read
+        self.is_cut_off = False  # whether the rank that serves the store ends, so that nothing is sent any more (`cut_off`)
         self._last: dict[str, bytes] = {}  # records that were read before the store was cut off
         self._store = store
         self._extended = store.has_extended_api()  # several keys in one request

@@ -19,16 +19,11 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of all ranks in one log, after this rank requested them.
-
-    Attributes:
-        states: published states of the other ranks.
-    """
+    """The states of all ranks in one log, after this rank requested them in notice number `request`."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
-        """Read the states. `request` is the number of the notice that requested them."""
         self._store, self._log, self._request = store, log, request
-        self.states = store.states(log)
+        self.states = store.states(log)  # of the other ranks
 
     @property
     def is_complete(self) -> bool:

@@ -326,18 +326,12 @@ class Watchdog:
 
 
 class _Process:
-    """The watchdog of this process: created with its process group, ended with the group or the program.
-
-    Attributes:
-        watchdog: watchdog of the current process group.
-        store: store of the current process group.
-        threads: threads of this watchdog and of earlier ones.
-    """
+    """The watchdog of this process: created with its process group, ended with the group or the program."""
 
     def __init__(self) -> None:
-        self.watchdog: Watchdog | None = None
-        self.store: object = None
-        self.threads: list[threading.Thread] = []
+        self.watchdog: Watchdog | None = None  # of the current process group
+        self.store: object = None  # of the current process group
+        self.threads: list[threading.Thread] = []  # of this watchdog and of earlier ones
         self._lock = threading.Lock()
         self._generation = 0  # number of process groups that had a watchdog; part of the key prefix in the store
 

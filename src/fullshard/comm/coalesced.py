@@ -25,14 +25,12 @@ class CoalescedCollectives:
     direct_min_bytes: float = DIRECT_MIN_BYTES
 
     def __init__(self, group: dist.ProcessGroup, *, averages: bool = False, stages: bool = False) -> None:
-        """Create the collectives of `group`.
+        """Create the collectives of a process group of at least two ranks.
 
-        Args:
-            group: a process group of at least two ranks.
-            averages: True if the backend has ReduceOp.AVG, which saves a pass over the sums.
-            stages: True if the backend copies device memory through host memory, as gloo does. Waits then block the host, and
-                each tensor takes a call of its own: gloo's coalesced all-gather reads device memory from the host, which kills
-                the process (seen with torch 2.11), and some versions of torch lack its coalesced reduce-scatter.
+        `averages`: the backend has ReduceOp.AVG, which saves a pass over the sums. `stages`: it copies device memory through
+        host memory, as gloo does. Waits then block the host, and each tensor takes a call of its own: gloo's coalesced
+        all-gather reads device memory from the host, which kills the process (seen with torch 2.11), and some versions of torch
+        lack its coalesced reduce-scatter.
         """
         self._group, self._averages, self._stages = group, averages, stages
         self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages

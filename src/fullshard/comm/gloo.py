@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import frexp
 
 import torch
@@ -22,9 +21,7 @@ _FIRST_TAG = 0x20000000
 _STAGE_BITS = 4
 _FEW_RANKS = 8  # up to this many ranks, each rank sends to all others
 
-
-TensorOfPeer = tuple[Tensor, int]
-"""A tensor, and the rank in the group that it is received from or sent to."""
+TensorOfPeer = tuple[Tensor, int]  # and the rank in the group that it is received from or sent to
 
 
 @dataclass(slots=True)
@@ -123,7 +120,6 @@ class GlooCollectives:
         self._channel = P2PChannel(group)
 
     def _next_tag(self) -> int:
-        """Return the tag of the messages that are started next."""
         return _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS)
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
@@ -178,11 +174,7 @@ class GlooCollectives:
         return StartedWork((messages,), add, unpollable=True)
 
     def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor]]:
-        """Start sending chunk `i` of each input to rank `i`.
-
-        Returns:
-            The messages; and per input the received chunks, (ranks, size).
-        """
+        """Start sending chunk `i` of each input to rank `i`. Return the messages, and per input what arrives, (ranks, size)."""
         chunks = [full.view(self.ranks, -1) for full in fulls]
         received = [torch.empty_like(chunk) for chunk in chunks]
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
@@ -275,14 +267,14 @@ class GlooCollectives:
             return StartedWork()
         sends = [(sent, peer) for peer in self._others]
         messages = self._channel.exchange(self._next_tag(), list(zip(received, self._others)), sends)
-        return StartedWork((messages,), partial(self._merge, tensor, received, sent, merge), unpollable=True)
+        parts = {self.rank: sent, **dict(zip(self._others, received))}
 
-    def _merge(self, tensor: Tensor, received: list[Tensor], sent: Tensor, merge: Callable[..., Tensor]) -> None:
-        """Merge the tensors in the order of ranks, so that the result is bit-equal on all ranks."""
-        parts = dict(zip(self._others, received))
-        tensor.copy_(sent if self.rank == 0 else parts[0])
-        for rank in range(1, self.ranks):
-            merge(tensor, sent if rank == self.rank else parts[rank], out=tensor)
+        def merge_all() -> None:  # in the order of ranks, so that the result is bit-equal on all ranks
+            tensor.copy_(parts[0])
+            for rank in range(1, self.ranks):
+                merge(tensor, parts[rank], out=tensor)
+
+        return StartedWork((messages,), merge_all, unpollable=True)
 
 
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:
