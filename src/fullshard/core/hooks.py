@@ -22,10 +22,9 @@ from fullshard.core.units import recovered
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields: bool = True) -> Any:
-    """Return `value` with `fn` applied to all tensors in nested lists, tuples and dicts.
+    """Return `value` with `fn` applied to all tensors in nested lists, tuples and dicts, and with `dataclass_fields` in these.
 
-    With `dataclass_fields`, also in dataclasses. If `fn` changes no tensor, the result is `value` itself, so that outputs keep
-    their identity.
+    If `fn` changes no tensor, the result is `value` itself, so that outputs keep their identity.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -69,20 +68,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield one
         elif id(one) not in seen:
             seen[id(one)] = one
-            pending += reversed(_children(one))
-
-
-def _children(value: Any) -> Sequence[Any]:
-    children = _torch.pytree_children(value)
-    if children is not None:
-        return children
-    if isinstance(value, (list, tuple)):
-        return value
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return ()
+            children: Sequence[Any] | None = _torch.pytree_children(one)
+            if children is None and isinstance(one, (list, tuple)):
+                children = one
+            elif children is None and isinstance(one, Mapping):
+                children = list(one.values())
+            elif children is None and dataclasses.is_dataclass(one) and not isinstance(one, type):
+                children = [getattr(one, field.name, None) for field in dataclasses.fields(one)]
+            pending += reversed(() if children is None else children)
 
 
 class ForwardHooks:
@@ -108,11 +101,13 @@ class ForwardHooks:
         device = unit.runtime.communicator.async_device
         if device is not None and _torch.current_graph_task() == -1:  # a recomputation does what the forward did
             unit.moves_inputs = unit.runtime.scheduler.is_outermost(unit.number)
-        if device is not None and unit.moves_inputs:
-            args, kwargs = move_tensors(args, device), move_tensors(kwargs, device)
+        if device is not None and unit.moves_inputs:  # except those in dataclasses, which FSDP2 and DDP leave as well
+            args, kwargs = map_tensors(
+                (args, kwargs), lambda t: t if t.device == device else t.to(device), dataclass_fields=False
+            )
         elif dtype is None:
             return None
-        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+        return (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
 
     @_torch.not_traced
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -197,25 +192,14 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
 
 
-def move_tensors(value: Any, device: torch.device) -> Any:
-    """Return `value` with its tensors on `device`, except those in dataclasses, which FSDP2 and DDP leave as well."""
-    return map_tensors(value, lambda t: t if t.device == device else t.to(device), dataclass_fields=False)
-
-
 class StateHooks:
-    """State-dict hooks of one unit: save sharded parameters, and load both sharded and unsharded tensors.
-
-    Copies and pickles of a module contain hooks without a unit, which do nothing.
-    """
+    """State-dict hooks of one unit: save sharded parameters, and load both sharded and unsharded tensors."""
 
     def __init__(self, unit: Unit | None = None) -> None:
-        self._unit: Any = unit
+        self._unit: Any = unit  # None in copies and pickles of a module, whose hooks do nothing
 
     def __reduce__(self) -> Any:
         return StateHooks, ()
-
-    def __deepcopy__(self, memo: Any) -> StateHooks:
-        return StateHooks()
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
         """Register the sharded parameters on the modules before `state_dict()`."""
@@ -245,21 +229,16 @@ class StateHooks:
             for installation in parameter.slots:
                 key = prefix + installation.name
                 value = state_dict.get(key) if installation.parameters is held else None
-                if value is None:
+                if not isinstance(value, Tensor) or (plain and installation.content is not parameter.sharded):
                     continue
-                if plain and installation.content is not parameter.sharded:
-                    continue
-                if isinstance(value, Tensor):
-                    loaded = like_shard(parameter, value, dtype=None if assign else parameter.local.dtype)
-                    if isinstance(value, nn.Parameter) and loaded is not value:
-                        loaded = nn.Parameter(loaded, parameter.requires_grad)
-                    state_dict[key] = loaded
+                loaded = like_shard(parameter, value, dtype=None if assign else parameter.local.dtype)
+                if isinstance(value, nn.Parameter) and loaded is not value:
+                    loaded = nn.Parameter(loaded, parameter.requires_grad)
+                state_dict[key] = loaded
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
-        if self._unit is None:
-            return
-        if not self._unit.shows_plain:
+        if self._unit is not None and not self._unit.shows_plain:
             recovered(self._unit).refresh(assigned=True)
 
 

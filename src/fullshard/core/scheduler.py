@@ -207,12 +207,10 @@ class Scheduler:
         self.stats = Stats()
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
         self._records: dict[int, UnitRecord] = {}
-
-        # Outermost forwards begun, backwards begun and backwards ended so far: the number of the current phase.
-        self.phase = 0
-
-        # Units unsharded ahead and not used yet, oldest first: unit -> the phase in which that happened.
-        self.prefetched: dict[int, int] = {}
+        self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
+        self.prefetched: dict[
+            int, int
+        ] = {}  # units unsharded ahead and not used yet, oldest first, each with the phase of that
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
         # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or
@@ -226,9 +224,7 @@ class Scheduler:
         self._begun: set[int] = set()
         self._latest = -1
         self._has_begun_backward = False
-
-        # Units whose forward runs inside backward, for activation checkpointing.
-        self._recomputing: list[int] = []
+        self._recomputing: list[int] = []  # units whose forward runs inside it, for activation checkpointing
 
     # --- units ---
 

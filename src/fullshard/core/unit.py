@@ -302,11 +302,9 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
-        if self.exposed:
-            self.check_unmodified()
+        self.check_unmodified()
+        self.uninstall()
         for group in self.groups:
-            if group.installed:
-                group.uninstall()
             group.free_unsharded()
 
     def expose(self) -> None:
