@@ -14,7 +14,6 @@ import fullshard.ext.subclasses
 import fullshard.ext.two_hops
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
-from fullshard.ext.collectives import AllGather, Comm, ReduceScatter
 from fullshard.ext.finalize import GradientReductionHandle
 from fullshard.ext.full_mesh import DataParallelMeshDims
 from fullshard.ext.gathered import gathered
@@ -23,11 +22,8 @@ from fullshard.ext.materialize import materialize
 from fullshard.ext.undo import undo
 
 __all__ = [
-    "AllGather",
-    "Comm",
     "DataParallelMeshDims",
     "GradientReductionHandle",
-    "ReduceScatter",
     "any_failed",
     "gathered",
     "grad",

@@ -54,7 +54,6 @@ from fullshard.core import (
     units_of,
 )
 from fullshard.errors import StateError, warn_once
-from fullshard.ext.collectives import CustomCollectives, ReduceScatter
 from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
@@ -65,6 +64,7 @@ from fullshard.frontend.module import (
 from fullshard.fsdp1 import state_dicts
 from fullshard.fsdp1.arguments import HYBRID, FSDP1Arguments, cast_buffers, materialize, precision_of
 from fullshard.fsdp1.state_dicts import StateDictFormat
+from fullshard.fsdp2.collectives import CustomCollectives, ReduceScatter
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policies import CommPolicy
 from fullshard.state.class_swap import ShardedSnapshot, from_snapshot, plain_class, to_snapshot, with_original_classes
