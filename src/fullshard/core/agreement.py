@@ -64,12 +64,9 @@ class Agreement(Ranks):
         *,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Begin a call.
+        """Begin a call over axes that together connect the ranks; over none, without a communicator, if this rank is alone.
 
         Args:
-            communicator: runs the collectives; None without axes.
-            axes: that together connect the ranks; none if this rank is alone.
-            unit_name: for error messages.
             doing: the name of the call; options that ranks must share are part of it, so that errors show them.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
             ranks: global ranks that take part; None for those of the only axis.
@@ -122,8 +119,7 @@ class Agreement(Ranks):
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
         """Return the first rank's values of a tensor of integers, which are not negative."""
-        # All other ranks pass zeros, so the maximum is that tensor. `maximum` reduces over one axis after the other and so
-        # reaches all ranks.
+        # All other ranks pass zeros, so the maximum over all ranks is that tensor.
         return self.maximum(tensor if self.index == 0 else torch.zeros_like(tensor))
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -239,9 +235,8 @@ class Agreement(Ranks):
         """Exchange parts of 1-D tensors, on `device`, between all ranks. Sizes are in elements, one per rank, in rank order."""
         first, axis = next(iter(self.groups.items()))
         group = group_of(self.ranks, first)
-        sizes = list(received_sizes), list(sent_sizes)
-        start = partial(dist.all_to_all_single, received, sent, *sizes, group=group, async_op=True)
-        self._send(axis, group, [received], start)
+        parts = received, sent, list(received_sizes), list(sent_sizes)
+        self._send(axis, group, [received], partial(dist.all_to_all_single, *parts, group=group, async_op=True))
 
     # --- running and logging ---
 

@@ -147,10 +147,9 @@ def _forget_dead_subgroups() -> None:
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
     """Return an additional process group of `ranks` beside `owner`, for a role. The first call creates it, on all of `ranks`.
 
-    name: equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them share it.
+    `name`: equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them share it.
     """
-    # The group is kept until torch destroys it or `owner`. Creating it is a collective, so the decision to create it must not
-    # depend on objects that are alive on one rank only.
+    # Kept until torch destroys it or `owner`: whether to create it, a collective, must not depend on objects of one rank only.
     _forget_dead_subgroups()
     key = id(owner), role, tuple(ranks)
     if key not in _SUBGROUPS:
@@ -263,8 +262,7 @@ def _default_mesh() -> DeviceMesh:
 def check_order(mesh: DeviceMesh, dim: int) -> None:
     """Raise ValueError, on all ranks of the mesh, unless the ranks along an axis to shard over ascend.
 
-    torch sorts the ranks of the process groups of a mesh, and DTensor computes with the order in the group. But
-    torch.distributed.checkpoint reads the order in the mesh, and would save rows in the place of others.
+    DTensor computes with the order in the process group, torch.distributed.checkpoint with that in the mesh.
     """
     ranks = mesh.mesh
     if (ranks.diff(dim=dim) < 0).any():

@@ -65,8 +65,7 @@ def collect(
     """Walk `roots` depth first, children in registration order and before their parents.
 
     The walk does not enter modules for which `is_unit` returns True, nor modules to which torch's `replicate` was applied.
-    `ignored` parameters are not listed, nor modules below the roots whose only tensors are ignored parameters. Shared modules,
-    parameters and buffers are listed once. The reference of a shared parameter lists every slot.
+    `ignored` parameters are not listed, nor modules below the roots whose only tensors are ignored parameters.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}
