@@ -210,7 +210,7 @@ class ShardedParameter:
             self.spec = self.sharding.spec(local.dtype)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
-            # Those of a DTensor wrapper cannot be changed. So swap contents: the object that optimizers reference stays the same.
+            # Those of a DTensor wrapper cannot change. So swap contents: the object that optimizers reference stays the same.
             fresh = self._as_sharded(local, self.sharded.requires_grad)
             extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
             _torch.carry_hooks(self.sharded, fresh)
