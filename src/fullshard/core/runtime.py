@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import get_ident, local
+from threading import local
 
 import torch
 from torch import nn
@@ -74,7 +74,6 @@ class Runtime:
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._deleted: deque[int] = deque()
         self._numbers = itertools.count()
-        self._thread = get_ident()
 
         # All-gathers in flight: number of the unit -> its groups and their work.
         self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
@@ -311,7 +310,7 @@ class Runtime:
         once ranks have diverged: the step has been made already, and the next collective raises.
         """
         in_backward = self.reducer.decided is not None or _torch.current_graph_task() != -1
-        if not in_backward and get_ident() == self._thread and log.desync_error is None:
+        if not in_backward and self in Runtime.all_of_thread() and log.desync_error is None:
             log.append(fingerprint)
 
     # --- after an exception ---

@@ -49,8 +49,7 @@ class Move(enum.Enum):
     PASS_BY = "pass_by"  # log a backward through the unit that reaches inputs only, so there is nothing to reduce
 
 
-Action: TypeAlias = tuple[Move, int]
-"""A move, and the number of the unit."""
+Action: TypeAlias = tuple[Move, int]  # and the number of the unit
 
 
 class ForwardCall(NamedTuple):
@@ -412,8 +411,7 @@ class Scheduler:
         """
         unit, start, end, copied = call
         record = self._records[unit]
-        if not self._has_begun_backward:
-            self.begin_backward()
+        self.begin_backward()
         if again and not copied:
             record.create_graph_phase = self.phase
         actions = self._reduce_done(beyond=end)

@@ -23,7 +23,7 @@ from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
 from fullshard.errors import StateError, some_of, warn_once
-from fullshard.policies import CPUOffloadPolicy, StateSharding
+from fullshard.policies import CPUOffloadPolicy
 
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime
@@ -517,19 +517,6 @@ class Unit:
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])
 
-    def set_states(self, states: StateSharding) -> None:
-        """Change the level, and free parameters that are kept no longer. `Runtime.unshard_kept` all-gathers the others."""
-        self.configure(states=states)
-        if not states.keeps_parameters and not self.record.is_pinned:
-            self.ensure_sharded(doing="set_states()")
-
-    def transfer_params(self, gone: Sequence[ShardedParameter]) -> None:
-        """Give parameters to another unit, after `GradientReducer.check_delivered`."""
-        self.invalidate_unsharded()
-        ids = {id(parameter) for parameter in gone}
-        self.parameters = [parameter for parameter in self.parameters if id(parameter) not in ids]
-        self.rebuild_groups([parameter.local for parameter in self.parameters])
-
     def rebuild_groups(self, values: Sequence[Tensor], unwritten: Container[int] = ()) -> None:
         """Put the parameters, with these local shards, into groups. `unwritten`: as in `refresh`."""
         dtypes = [
@@ -571,14 +558,6 @@ class Unit:
             for parameter in group.parameters:
                 parameter.unit, parameter.group, parameter.unit_name = unit, ref, self.unit_name
         self._update_record()
-
-    def keep_memory(self, keep: bool) -> None:
-        """Keep the memory of unsharded parameters when they are freed, or free it from now on."""
-        self.configure(keep_memory=keep)
-        for group in self.groups:
-            group.keep_memory(keep)
-            if not keep and self.residency is Residency.SHARDED:
-                group.free_unsharded()
 
     def _storage(self, direct_min_bytes: float) -> Storage:
         """Return where a group's memory is. `direct_min_bytes`: of its collectives."""

@@ -50,8 +50,8 @@ _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 class UnitOptions:
     """The resolved options of one unit."""
 
-    # Read at each event, that is in hooks on modules and on the autograd graph, and in the callback at the end of a backward.
-    # `Unit.configure` changes them. A change counts from the next event on, and the scheduler's record of the unit follows.
+    # Read at each hook on modules and on the autograd graph, and at the end of a backward. `Unit.configure` changes them, from
+    # the next event on.
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
@@ -72,11 +72,8 @@ class UnitOptions:
     gather_adapter: Adapter | None = None  # replaces the collectives of all-gathers
     reduce_adapter: Adapter | None = None  # replaces those of reduce-scatters
 
-    # Keep the memory of unsharded parameters at its address. `Unit.keep_memory` changes it.
-    keep_memory: bool = False
-
-    # Fixed: read when the module is sharded, and in the first forward.
-    sync: str = "check"
+    keep_memory: bool = False  # of unsharded parameters, at its address; the groups and their buffers follow it
+    sync: str = "check"  # fixed: read when the module is sharded, and in the first forward
 
     # From the options above.
     retention: KeepAfterForward = field(init=False)  # `keep_after_forward`, or KEPT where the level keeps parameters

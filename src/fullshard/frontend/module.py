@@ -14,6 +14,7 @@ from fullshard import _torch
 from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
+from fullshard.core.scheduler import Residency
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.core.unit_options import KeepAfterForward
@@ -155,7 +156,11 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """
         kept = check_bool("keep", keep)
         for unit in units_of(self, check_bool("recurse", recurse)):
-            unit.keep_memory(kept)
+            unit.configure(keep_memory=kept)
+            for group in unit.groups:
+                group.keep_memory(kept)
+                if not kept and unit.residency is Residency.SHARDED:
+                    group.free_unsharded()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. False implements gradient accumulation without communication.
@@ -241,7 +246,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             unit.check_idle(doing="set_states()")
             unit.check_step_over(doing="set_states()")
         for unit in units:
-            unit.set_states(states)
+            unit.configure(states=states)
+            if not states.keeps_parameters and not unit.record.is_pinned:
+                unit.ensure_sharded(doing="set_states()")
         for runtime in dict.fromkeys(unit.runtime for unit in units):
             runtime.unshard_kept([unit for unit in units if unit.runtime is runtime])
 

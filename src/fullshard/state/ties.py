@@ -33,8 +33,11 @@ class Ties:
 
     def take(self) -> list[ShardedParameter]:
         """Remove parameters from their owners, and return them."""
+        taken = {id(parameter) for parameter, _ in self.taken}
         for unit in dict.fromkeys(unit for _, unit in self.taken):
-            unit.transfer_params([parameter for parameter, owner in self.taken if owner is unit])
+            unit.invalidate_unsharded()
+            unit.parameters = [parameter for parameter in unit.parameters if id(parameter) not in taken]
+            unit.rebuild_groups([parameter.local for parameter in unit.parameters])
         return [parameter for parameter, _ in self.taken]
 
     def install(self) -> None:
