@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -125,7 +124,7 @@ class Watchdog:
         if not self._store.is_cut_off:
             with contextlib.suppress(Exception):
                 for log in list(self._logs.values()):
-                    self._publish(log, ended=True)
+                    self._store.publish(log, self._state(log, ended=True))
                 self._store.leave()
 
     def _run(self) -> None:
@@ -151,7 +150,7 @@ class Watchdog:
     # --- check ---
 
     def check(self) -> None:
-        """Check the waits of this rank, and poll the store if that is due."""
+        """Check the waits of this rank. If a poll of the store is due, read notices, publish states and diagnose long waits."""
         now = self._clock()
         with self._lock:
             waits = list(self._waits)
@@ -160,19 +159,16 @@ class Watchdog:
             stuck = [state for state in waits if state.seconds_waiting(now) > state.patience]
             self._abort_closed(now)
             follows = bool(stuck) or now < self._following_until
-            if now >= self._last_poll + self._store.period(waits=follows):
-                self._last_poll = now
-                self._exchange(now, stuck, follows)
-
-    def _exchange(self, now: float, stuck: Sequence[WaitState], follows: bool) -> None:
-        """Read notices, publish the states of this rank, and diagnose the waits `stuck`."""
-        self._read_notices()
-        for log in list(self._logs.values()):
-            if follows or not self._store.has_published(log):
-                self._publish(log)
-            waits = [state for state in stuck if state.waits_in(log) is not None]
-            if waits and log.desync_error is None:
-                self._diagnose(log, waits, now)
+            if now < self._last_poll + self._store.period(waits=follows):
+                return
+            self._last_poll = now
+            self._read_notices()
+            for log in list(self._logs.values()):
+                if follows or not self._store.has_published(log):
+                    self._store.publish(log, self._state(log))
+                waits = [state for state in stuck if state.waits_in(log) is not None]
+                if waits and log.desync_error is None:
+                    self._diagnose(log, waits, now)
 
     def _read_notices(self) -> None:
         """Read the new notices, and reply to requests."""
@@ -192,10 +188,7 @@ class Watchdog:
         if asked:
             self.follow_peers()
             for log in list(self._logs.values()):
-                self._publish(log)
-
-    def _publish(self, log: CollectiveLog, *, ended: bool = False) -> None:
-        self._store.publish(log, self._state(log, ended=ended))
+                self._store.publish(log, self._state(log))
 
     def _request(self, log: CollectiveLog) -> _Request:
         """Request the states of all ranks in a log."""
@@ -335,8 +328,14 @@ class _Process:
         self._lock = threading.Lock()
         self._generation = 0  # number of process groups that had a watchdog; part of the key prefix in the store
 
-    def watchdog_of(self, store: Any) -> Watchdog:
-        """Return the watchdog of a store, which is a new one for a new store."""
+    def watchdog_of(self, backend: str) -> Watchdog | None:
+        """Return the watchdog of this process, which is a new one for a new store; None if there is nothing to watch.
+
+        There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), or have no store.
+        """
+        store = None if backend == "fake" else _torch.default_store()
+        if store is None:
+            return None
         before: Watchdog | None = None
         with self._lock:
             if self.watchdog is None or self.store is not store:
@@ -375,15 +374,7 @@ class _Process:
 
 
 PROCESS = _Process()
-
-
-def watchdog_of(backend: str) -> Watchdog | None:
-    """Return the watchdog of this process; None if there is nothing to watch.
-
-    There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), or have no store.
-    """
-    store = None if backend == "fake" else _torch.default_store()
-    return None if store is None else PROCESS.watchdog_of(store)
+watchdog_of = PROCESS.watchdog_of
 
 
 def positions() -> str:

@@ -162,7 +162,14 @@ class GlooCollectives:
         """Start a reduce-scatter: exchange chunks, and sum them when the work is waited for."""
         if self.ranks == 2:
             return self._reduce_scatter_pair(outs, fulls, scale)
-        messages, received = self._exchange(fulls)
+        chunks = [full.view(self.ranks, -1) for full in fulls]
+        received = [torch.empty_like(chunk) for chunk in chunks]
+        filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
+        receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
+        sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
+        messages = self._channel.exchange(self._next_tag(), receives, sends)
+        for chunk, parts in filled:
+            parts[self.rank].copy_(chunk[self.rank])
 
         def add() -> None:
             for parts, out in zip(received, outs):
@@ -172,18 +179,6 @@ class GlooCollectives:
             received.clear()  # frees the chunks now, since the work may outlive this call
 
         return StartedWork((messages,), add, unpollable=True)
-
-    def _exchange(self, fulls: Sequence[Tensor]) -> tuple[Messages, list[Tensor]]:
-        """Start sending chunk `i` of each input to rank `i`. Return the messages, and per input what arrives, (ranks, size)."""
-        chunks = [full.view(self.ranks, -1) for full in fulls]
-        received = [torch.empty_like(chunk) for chunk in chunks]
-        filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
-        receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
-        sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
-        messages = self._channel.exchange(self._next_tag(), receives, sends)
-        for chunk, parts in filled:
-            parts[self.rank].copy_(chunk[self.rank])
-        return messages, received
 
     def _reduce_scatter_pair(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Reduce-scatter for two ranks: exchange halves, and add and scale them in as few passes over memory as possible."""
@@ -212,19 +207,16 @@ class GlooCollectives:
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
         padded = tensor.new_zeros(chunk * self.ranks)
         padded[:numel].copy_(tensor)
-        tag = self._next_tag()
-        messages, received = self._exchange([padded])
+        chunks, tag = padded.view(self.ranks, -1), self._next_tag()
+        scattered = self.reduce_scatter([chunks[self.rank]], [padded], 1.0)
 
-        def sum_and_all_gather() -> None:
-            mine = padded[self.rank * chunk :][:chunk]
-            torch.sum(received.pop(), 0, out=mine)
-            chunks = padded.view(self.ranks, -1)
+        def all_gather() -> None:
             receives = [(chunks[peer], peer) for peer in self._others]
-            sends = [(mine, peer) for peer in self._others]
+            sends = [(chunks[self.rank], peer) for peer in self._others]
             self._channel.exchange(tag + 1, receives, sends).wait()
             tensor.copy_(padded[:numel])
 
-        return StartedWork((messages,), sum_and_all_gather, unpollable=True)
+        return StartedWork((scattered,), all_gather, unpollable=True)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (maximum). Many ranks take log2(ranks) stages, all but the first in the wait for the first.

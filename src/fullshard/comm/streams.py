@@ -278,14 +278,10 @@ class Streams:
     ) -> CollectiveCall:
         """Run a collective on a stream, log it, and return the call, to be waited for.
 
-        Args:
-            stream: the stream.
-            fingerprints: the fingerprints of a parameter group or of another caller, which also name the log.
-            action: text of the call in the log, equal on all ranks.
-            start: starts the collective.
-            finish: called on the stream after the collective completes.
-            after: work of another stream; the collective starts behind it instead of behind the compute stream.
-            part: True if the collective continues the call that was logged last, so that it is not logged again.
+        The fingerprints, of a parameter group or of another caller, name the log; `action` is the text of the call there, equal
+        on all ranks. `finish` is called on the stream after the collective completes. With `after`, work of another stream, the
+        collective starts behind it instead of behind the compute stream. A `part` continues the call that was logged last, and
+        is not logged again.
 
         Raises StateError if the ranks diverged, or if another rank has ended.
         """

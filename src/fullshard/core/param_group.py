@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -361,7 +362,7 @@ class ParamGroup:
         if gather.copies_in:
             if communicator.copy_in_stream is not None:
                 return self.send(communicator, stream, gather, action)
-            start = gather.copy_in_and_begin
+            start = partial(gather.copy_in_and, gather.begin)
         return communicator.send(stream, self.fingerprints, action, start, gather.finish)
 
     def send(
@@ -370,7 +371,7 @@ class ParamGroup:
         """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
         start, copied = gather.observed, None
         if gather.copies_in and communicator.copy_in_stream is None:
-            start = gather.copy_in_and_observed
+            start = partial(gather.copy_in_and, gather.observed)
         elif gather.copies_in:
             # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for the
             # all-gather of this one.

@@ -154,15 +154,10 @@ class AllGather:
             step()
         return StartedWork()
 
-    def copy_in_and_begin(self) -> Started:
-        """Copy in and start the collective."""
+    def copy_in_and(self, start: Callable[[], Started]) -> Started:
+        """Copy in and start the collective, by `begin` or `observed`."""
         self.copy_in()
-        return self.begin()
-
-    def copy_in_and_observed(self) -> Started:
-        """Copy in and start the collective, and report it."""
-        self.copy_in()
-        return self.observed()
+        return start()
 
     def finish(self) -> None:
         """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
@@ -249,9 +244,8 @@ class FlatBuffer:
         self._plan_custom: Callable[[], AllGather] | None = None
         # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
         self._custom_gather: AllGather | None = None
-        self._planned_for = (layout, dtypes, collectives, storage)
-        self._gather = self._plan(*self._planned_for, shard)  # the all-gather over all ranks
-        self._subgroup = collectives.subgroup
+        self._layout, self._dtypes, self._collectives, self._devices = layout, dtypes, collectives, storage
+        self._gather = self._plan(shard)  # the all-gather over all ranks
         # The all-gather among the k ranks of `reshard_after_forward=k`, valid once: for the shards that forward computed with.
         self._subgroup_gather: AllGather | None = None
         # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
@@ -266,24 +260,22 @@ class FlatBuffer:
         if was_freed:
             storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
         self._staging, self._custom_gather = [], None
-        self._gather = self._plan(*self._planned_for, shard)
+        self._gather = self._plan(shard)
         self._storages[1:] = map(_sized, self._staging)
         self.release_staging()
         if was_freed:
             storage.resize_(0)
 
-    def _plan(
-        self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
-    ) -> AllGather:
+    def _plan(self, shard: Tensor) -> AllGather:
         """Plan the all-gather over all ranks, and allocate its staging buffers."""
-        gather, flat = collectives.gather, self.flat
+        layout, gather, flat = self._layout, self._collectives.gather, self.flat
         before: list[Step] = []
-        if storage.host:
+        if self._devices.host:
             # The copy from host memory is a copy-in step: it runs on a stream, and `synchronize_host` guards its source.
-            home, shard = shard, torch.empty_like(shard, device=storage.device, pin_memory=False)
+            home, shard = shard, torch.empty_like(shard, device=self._devices.device, pin_memory=False)
             self._staging.append(shard)
             if home.numel():
-                before.append(partial(collectives.traffic.record, "to_device", [home]))
+                before.append(partial(self._collectives.traffic.record, "to_device", [home]))
                 before.append(partial(shard.copy_, home, non_blocking=True))
         if not layout.unsharded_numel:
             return AllGather(StartedWork, before)
@@ -298,7 +290,7 @@ class FlatBuffer:
             for bucket in layout.buckets
         ]
         shards = [shard[bucket.offset : bucket.offset + bucket.size] for bucket in layout.buckets]
-        if dtypes.storage != dtypes.compute:
+        if self._dtypes.storage != self._dtypes.compute:
             # Cast into this rank's chunk of the output, so that the all-gather input needs no memory of its own.
             own = [out[gather.rank * bucket.size :][: bucket.size] for out, bucket in zip(outs, layout.buckets)]
             before.append(partial(torch._foreach_copy_, own, shards))
@@ -352,8 +344,8 @@ class FlatBuffer:
 
     def save_subgroup_shard(self) -> None:
         """Copy this rank's part of the buffer, before it is freed, and plan the all-gather of the parts."""
-        subgroup = self._subgroup
-        if subgroup is not None and self.flat.untyped_storage().size():
+        subgroup = self._collectives.subgroup
+        if subgroup is not None and self.memory:
             # The buffer is divided by elements and not by parameters, so this works for every layout, dtype and shard dim.
             part = self.flat.view(subgroup.ranks, -1)[subgroup.rank]
             if self._subgroup_shard is None or not self.keep:
