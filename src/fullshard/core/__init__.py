@@ -6,7 +6,7 @@ package needs another name, add it. The first line of each file says what it is;
 the life of a unit:      unit, runtime, scheduler, hooks, units, module_tree, unit_options
 memory and messages:     param_group, layout, unsharded_buffer, packing, reduction, reducer, group_grads, heartbeat
 one parameter:           sharded_param, sharded_tensor, shard_values, param_sharding, mesh, subclasses
-ranks and the outside:   communicator, agreement, extension_points
+ranks and the outside:   communicator, agreement
 """
 
 from fullshard.checks.collective_log import CollectiveLog, Fingerprint, GroupFingerprints, UnitName, listed
@@ -16,7 +16,6 @@ from fullshard.comm.streams import CollectiveCall, HostStream, InFlight, Lane, W
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.communicator import Communicator
-from fullshard.core.extension_points import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals
 from fullshard.core.heartbeat import SentHeartbeat, message_length
 from fullshard.core.hooks import (
     BackwardHook,
@@ -83,7 +82,7 @@ from fullshard.core.sharded_param import (
 )
 from fullshard.core.sharded_tensor import LOGICAL, OPERATORS, ShardedDTensor, parameter_of, restore_subclass, use_plain_dtensor
 from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of, version_of_memory
-from fullshard.core.unit import Unit, refuse_inside_full_params
+from fullshard.core.unit import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals, Unit
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.core.units import attach_unit, detach_unit, own_modules, recovered, require_unit, unit_of, units_below, units_of
 from fullshard.core.unsharded_buffer import AllGather, FlatBuffer, GroupCollectives, Storage, UnshardedBuffer, tensor_on_storage

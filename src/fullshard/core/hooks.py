@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fullshard import _torch
-from fullshard.core.extension_points import BEFORE_STATE_DICT
 from fullshard.core.scheduler import ForwardCall, Residency
 from fullshard.core.shard_values import like_shard
 from fullshard.core.sharded_tensor import restore_subclass
-from fullshard.core.unit import Unit
+from fullshard.core.unit import BEFORE_STATE_DICT, Unit
 from fullshard.core.units import recovered
 
 

@@ -63,7 +63,7 @@ class Runtime:
         self.scheduler = Scheduler()
         self.listeners: list[Listener] = []  # follow the backwards (an extension point)
         self.reducer = GradientReducer(self.communicator, self.listeners)
-        self.backward = RunningBackward(self._backward_raised)
+        self.backward = RunningBackward(communicator)
         self.kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
 
         self.trace: list[tuple[int, bool]] = []  # units that the outermost forward entered (True) and left so far, for `join()`
@@ -295,14 +295,6 @@ class Runtime:
         self.backward.units.clear()
         self.reducer.assign_grads()
 
-    def _backward_raised(self) -> None:
-        """Put the sharded parameters back on the modules at once, and tell the watchdog."""
-        reached = list(self.backward.units.values())
-        for unit in reached:
-            unit.uninstall()
-        if reached:
-            self.communicator.report_exception(f"'{reached[-1].name}' backward")
-
     def log_step(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
         """Record in the log that an optimizer made a step, as all ranks must.
 
@@ -446,8 +438,8 @@ class RunningBackward:
     the caller has caught the exception, so `has_raised` waits for it.
     """
 
-    def __init__(self, on_raised: Callable[[], None]) -> None:
-        self._on_raised = on_raised  # called as soon as the backward raises; it must not start collectives
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self._end: weakref.ref[Callable[[], None]] | None = None
 
         # A backward has begun and not ended, even if it raised; it raised, so that it will never end.
@@ -485,10 +477,14 @@ class RunningBackward:
         return self.raised
 
     def mark_raised(self, _: object = None) -> None:
-        """Record that the backward, or its end, raised."""
+        """Put the sharded parameters back on the modules at once, without collectives, and tell the watchdog."""
         self._end = None  # an exception keeps the caller's frame alive, and with it the callback
         try:
-            self._on_raised()
+            reached = list(self.units.values())
+            for unit in reached:
+                unit.uninstall()
+            if reached:
+                self._communicator.report_exception(f"'{reached[-1].name}' backward")
         finally:
             self.raised = True  # last, since another thread may be waiting for it
 

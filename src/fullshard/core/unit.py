@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,8 +28,23 @@ from fullshard.policies import CPUOffloadPolicy
 if TYPE_CHECKING:
     from fullshard.core.runtime import Runtime
 
+# Extension points of a unit's life: functions that features outside of the engine add, and that the engine calls.
+
 FirstUse: TypeAlias = "Callable[[Unit, nn.Module], bool | None]"
-"""A check of a unit, called with the module whose forward begins. It is due again if it raises or returns True."""
+"""A check of a unit (`Unit.before_first_use`), called with the module whose forward begins. It is due again if it raises or
+returns True."""
+
+Originals: TypeAlias = Mapping[ShardedParameter, nn.Parameter]
+"""The parameters that one fully_shard() call sharded: what each was before, with its values."""
+
+UNIT_CREATED: list[Callable[[Unit, Originals | None], None]] = []
+"""Called with each new unit and its originals; None instead of them for a copy of a unit."""
+
+ALLOCATION: list[Callable[[Unit], Callable[[], None]]] = []
+"""Called with a unit before `to_empty()` allocates memory for a module of it; what they return is called afterwards."""
+
+BEFORE_STATE_DICT: list[Callable[[Unit], None]] = []
+"""Called with each unit before `state_dict()` lists its parameters."""
 
 UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 _LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of the hook that `hook_late_grads` added
@@ -261,14 +276,11 @@ class Unit:
             listener.before_backward(call)
         stale = record.residency is not Residency.SHARDED and not call.copied and self.stale_in_backward()
         collects = call.copied or runtime.backward.collects or self._collects()
-        if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
-            with torch.no_grad():
-                actions = scheduler.before_backward(call, stale=stale, again=True, collects=collects)
-                runtime.run(actions)
-            if not call.copied:
-                self.hook_late_grads()
-        else:
-            runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
+        again = torch.is_grad_enabled()  # create_graph=True: the graph of this backward needs the parameters as well
+        with torch.no_grad():
+            runtime.run(scheduler.before_backward(call, stale=stale, again=again, collects=collects))
+        if again and not call.copied:
+            self.hook_late_grads()
         if record.residency is Residency.FULL:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
                 group.install()
@@ -398,7 +410,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""
-        refuse_inside_full_params(self, doing="unshard()")
+        self.refuse_inside_full_params(doing="unshard()")
         self.runtime.communicator.wait_for_next_event()
         self.runtime.run(self.runtime.scheduler.unshard(self.number, stale=self.stale))
 
@@ -452,10 +464,17 @@ class Unit:
 
     # --- what is legal now ---
 
+    def refuse_inside_full_params(self, *, doing: str) -> None:
+        """Raise StateError inside of full_params() of the unit."""
+        if self.shows_plain:
+            raise StateError(
+                f"{doing} was called inside full_params() of unit '{self.name}'. Call it before or after the block."
+            )
+
     def check_idle(self, *, doing: str) -> None:
         """Raise StateError while the unit's forward or backward is running, or inside of full_params()."""
         self.runtime.recover()
-        refuse_inside_full_params(self, doing=doing)
+        self.refuse_inside_full_params(doing=doing)
         self.runtime.abort_if_left(self)
         if self.record.running:
             raise StateError(f"{doing} was called inside the forward of unit '{self.name}'. Call it before or after.")
@@ -628,9 +647,3 @@ def is_attached(path: Sequence[tuple[weakref.ref[nn.Module], str]]) -> bool:
         return True  # the outermost one
     unit = child.__dict__.get(UNIT)
     return unit is not None and unit.path is path
-
-
-def refuse_inside_full_params(unit: Unit, *, doing: str) -> None:
-    """Raise StateError inside of full_params() of the unit."""
-    if unit.shows_plain:
-        raise StateError(f"{doing} was called inside full_params() of unit '{unit.name}'. Call it before or after the block.")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import _torch
-from fullshard.core import ForwardCall, Listener, Runtime, Unit, refuse_inside_full_params, require_unit, unit_of
+from fullshard.core import ForwardCall, Listener, Runtime, Unit, require_unit, unit_of
 from fullshard.errors import StateError
 from fullshard.frontend.module import FSDPModule, sharded_method
 
@@ -115,7 +115,7 @@ def _order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
 def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
     """Raise StateError for a unit whose forward cannot be predicted, inside a backward, and inside full_params()."""
     for other in inner:
-        refuse_inside_full_params(other, doing="join()")
+        other.refuse_inside_full_params(doing="join()")
         if other.is_list:
             raise StateError(
                 f"join() of unit '{unit.name}' cannot predict unit '{other.name}': fully_shard() was called on a list of "

@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core.extension_points import ALLOCATION
 from fullshard.core.module_tree import is_ignored, mark_ignored
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import Residency
 from fullshard.core.sharded_param import ShardedParameter
-from fullshard.core.unit import Unit
+from fullshard.core.unit import ALLOCATION, Unit
 from fullshard.core.unit_options import KeepAfterForward
 from fullshard.core.units import own_modules, recovered, require_unit, unit_of, units_of
 from fullshard.errors import StateError, check_bool, warn_once
