@@ -14,7 +14,6 @@ import fullshard.ext.subclasses
 import fullshard.ext.two_hops
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
-from fullshard.ext.finalize import GradientReductionHandle
 from fullshard.ext.full_mesh import DataParallelMeshDims
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
@@ -23,7 +22,6 @@ from fullshard.ext.undo import undo
 
 __all__ = [
     "DataParallelMeshDims",
-    "GradientReductionHandle",
     "any_failed",
     "gathered",
     "grad",

@@ -30,9 +30,6 @@ from fullshard.optim.copies import digest
 _SHOWN = 256  # bytes of each rank's description in an error text
 
 
-# --- in fully_shard ---
-
-
 _INITIAL: weakref.WeakKeyDictionary[ShardedParameter, tuple[str, Tensor | None]] = weakref.WeakKeyDictionary()
 """What this rank sharded, until the first forward compares the ranks: name, shape, dtype and options of the parameter, and
 hashes of its values and of this rank's shard of them, (2,) int64 on its device; None on meta."""
@@ -67,8 +64,6 @@ def compare_again(unit: Unit) -> None:
         _ALLOCATED.add(unit)
         unit.before_first_use(_compare)
 
-
-# --- in the first forward ---
 
 _DIFFERENT_MODELS = (
     ", and nothing has written it since fully_shard(): each rank has a shard of a different model. Seed all ranks equally "

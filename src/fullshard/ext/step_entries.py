@@ -92,5 +92,3 @@ def _plain(value: Any) -> Any:
 
 
 STEP_LISTENERS.append(StepEntries)
-
-__all__: list[str] = []

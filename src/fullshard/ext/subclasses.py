@@ -290,5 +290,3 @@ def _become(target: Tensor, source: Tensor) -> None:
 
 
 register_group(ExtensionGroup)
-
-__all__: list[str] = []

@@ -156,16 +156,8 @@ def gc_paused() -> Iterator[None]:
 class PreparedShard:
     """A call of `fully_shard`, whose arguments are checked when it is made, its module by `check`, and which is applied later.
 
-    `check` and `apply` are collective, and so is the constructor where it creates a process group.
-
-    Args:
-        module: as in `fully_shard`.
-        units: the modules of all calls that are prepared together. Each call skips the modules of the others.
-        ignored_params: as in `fully_shard`, and so are the other arguments.
-
-    Attributes:
-        modules: the modules that form the unit.
-        runtime: the runtime of the unit.
+    `check` and `apply` are collective, and so is the constructor where it creates a process group. Its arguments are those of
+    `fully_shard`; `units` are the modules of all calls that are prepared together. Each call skips the modules of the others.
     """
 
     def __init__(
@@ -270,7 +262,10 @@ class PreparedShard:
         for ref in refs:
             if ref.parameter not in self._decided:
                 keeps = self._mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
-                self._decided[ref.parameter] = _sharding_of(ref, axis, self._placement_fn, options.states), keeps
+                how = plan_sharding(ref.parameter, axis, self._placement_fn, options.states, name=ref.name)
+                tensor = _torch.local_part(ref.parameter.data)
+                group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
+                self._decided[ref.parameter] = how, keeps
         return managed, ties, refs
 
     def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
@@ -338,13 +333,6 @@ def _check_ignored(ignored: Iterable[nn.Parameter] | None) -> tuple[nn.Parameter
                 "ignored_params={model.get_parameter('head.weight')}."
             )
     return found
-
-
-def _sharding_of(ref: ParamRef, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding) -> ParamSharding:
-    tensor = _torch.local_part(ref.parameter.data)
-    how = plan_sharding(ref.parameter, axis, placement_fn, states, name=ref.name)
-    group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
-    return how
 
 
 def _check_tensors(refs: Sequence[ParamRef], managed: ManagedTensors, axis: ShardAxis) -> None:

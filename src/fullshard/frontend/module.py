@@ -278,36 +278,6 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             raise ValueError(f"set_gradient_divide_factor takes a number > 0 or None, got {factor!r}.")
         configure_reductions(self, recurse, divide=None if factor is None else float(factor))
 
-    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Set the units whose all-gathers are prefetched in forward, while this unit computes.
-
-        Without a list, the schedule chooses one (docs/schedule.md).
-
-        Args:
-            modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
-
-        Raises:
-            ValueError: for anything else, or for a unit with separate streams or on another device.
-
-        Example:
-            >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
-            ...     block.set_modules_to_forward_prefetch([following])
-        """
-        require_unit(self).record.next_forward = numbers_of(modules, require_unit(self))
-
-    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Set the units whose all-gathers are prefetched in backward, while the backward of this unit computes.
-
-        Without a list, the schedule chooses one (docs/schedule.md).
-
-        Args:
-            modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
-
-        Raises:
-            ValueError: for anything else, or for a unit with separate streams or on another device.
-        """
-        require_unit(self).record.next_backward = numbers_of(modules, require_unit(self))
-
     def reset_iter_state(self) -> None:
         """Reset the state of a step that an exception interrupted, and discard all of its gradients.
 
@@ -521,23 +491,6 @@ def configure_reductions(module: Any, recurse: bool, **changes: Any) -> None:
     """Change fields of `UnitOptions.reduce` of all units at and below `module` or of its own unit."""
     for unit in units_of(module, check_bool("recurse", recurse)):
         unit.configure(reduce=replace(unit.options.reduce, **changes))
-
-
-def numbers_of(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
-    """Return the numbers of the units of modules that a caller listed; `beside`: the unit that may prefetch them."""
-    if not isinstance(modules, (list, tuple)):
-        raise ValueError(f"Expected a list of modules that fully_shard was called on, got {type(modules).__name__}.")
-    numbers: list[int] = []
-    for module in modules:
-        unit = unit_of(module) if isinstance(module, nn.Module) else None
-        if unit is None:
-            raise ValueError(f"Expected modules that fully_shard was called on, got {type(module).__name__}.")
-        if beside is not None and unit.runtime is not beside.runtime:
-            raise ValueError(
-                f"Unit '{beside.name}' cannot prefetch unit '{unit.name}', which has separate streams or is on another device."
-            )
-        numbers.append(unit.number)
-    return tuple(numbers)
 
 
 @contextmanager

@@ -5,15 +5,16 @@ Each file attaches at an extension point, and can be deleted together with its l
 
 import fullshard.fsdp2.all_reduce_hook
 import fullshard.fsdp2.post_optim_event
-import fullshard.fsdp2.setters
 import fullshard.fsdp2.state
 from fullshard.fsdp2.collectives import AllGather, Comm, ReduceScatter
+from fullshard.fsdp2.finalize import GradientReductionHandle
 from fullshard.fsdp2.forward_methods import register_fsdp_forward_method
-from fullshard.fsdp2.names import share_comm_ctx
+from fullshard.fsdp2.setters import share_comm_ctx
 
 __all__ = [
     "AllGather",
     "Comm",
+    "GradientReductionHandle",
     "ReduceScatter",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -1,12 +1,15 @@
-"""Rare setters of `FSDPModule`: how gradients are reduced, and which units are unsharded in backward."""
+"""Setters of FSDP2 that few programs call. Some have no effect, since fullshard always does what they ask for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from fullshard.core import require_unit, units_of
+from torch import nn
+
+from fullshard.core import Unit, require_unit, unit_of, units_of
 from fullshard.errors import check_bool, check_int
-from fullshard.frontend.module import FSDPModule, configure_reductions, meet, sharded_method
+from fullshard.frontend.module import FSDPModule, any_unit, configure_reductions, meet, sharded_method
 
 
 @sharded_method
@@ -74,3 +77,104 @@ def set_unshard_in_backward(self: FSDPModule, unshard_in_backward: bool) -> None
         unshard_in_backward: False skips the all-gather before backward.
     """
     require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
+
+
+@sharded_method
+def set_modules_to_forward_prefetch(self: FSDPModule, modules: list[nn.Module]) -> None:
+    """Set the units whose all-gathers are prefetched in forward, while this unit computes.
+
+    Without a list, the schedule chooses one (docs/schedule.md).
+
+    Args:
+        modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
+
+    Raises:
+        ValueError: for anything else, or for a unit with separate streams or on another device.
+
+    Example:
+        >>> for block, following in zip(model.blocks, model.blocks[1:]):                      # doctest: +SKIP
+        ...     block.set_modules_to_forward_prefetch([following])
+    """
+    require_unit(self).record.next_forward = _numbers_of(modules, require_unit(self))
+
+
+@sharded_method
+def set_modules_to_backward_prefetch(self: FSDPModule, modules: list[nn.Module]) -> None:
+    """Set the units whose all-gathers are prefetched in backward, while the backward of this unit computes.
+
+    Without a list, the schedule chooses one (docs/schedule.md).
+
+    Args:
+        modules: modules that `fully_shard` was called on, in prefetch order; an empty list disables prefetching.
+
+    Raises:
+        ValueError: for anything else, or for a unit with separate streams or on another device.
+    """
+    require_unit(self).record.next_backward = _numbers_of(modules, require_unit(self))
+
+
+@sharded_method
+def set_reduce_scatter_unused_params(self: FSDPModule, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    """Reduce zeros for the unused parameters of a rank. fullshard always does, so all ranks run the same collectives.
+
+    Args:
+        reduce_scatter_unused_params: True or False. It has no effect.
+        recurse: True or False. It has no effect.
+
+    Raises:
+        StateError: if there is no unit at or below this module.
+    """
+    any_unit(self)
+    check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+    check_bool("recurse", recurse)
+
+
+@sharded_method
+def set_reduce_scatter_divide_factor(self: FSDPModule, factor: float) -> None:
+    """Set the factor to divide reduced gradients by: FSDP2's deprecated name of `set_gradient_divide_factor`.
+
+    Args:
+        factor: a finite number above 0.
+
+    Raises:
+        ValueError: for any other factor.
+    """
+    self.set_gradient_divide_factor(factor)
+
+
+@sharded_method
+def _set_unshard_async_op(self: FSDPModule, async_op: bool) -> None:
+    """Set whether all-gather memory comes from the compute stream, with async collectives. fullshard always does this."""
+    any_unit(self)
+    check_bool("async_op", async_op)
+
+
+def share_comm_ctx(modules: list[nn.Module]) -> None:
+    """Share streams and execution order among root modules. All units of a device and thread do, so it only checks `modules`.
+
+    Args:
+        modules: a list of modules that `fully_shard` was called on.
+
+    Raises:
+        ValueError: for anything else.
+
+    Source: `torch.distributed.fsdp.share_comm_ctx`.
+    """
+    _numbers_of(modules)
+
+
+def _numbers_of(modules: Any, beside: Unit | None = None) -> tuple[int, ...]:
+    """Return the numbers of the units of modules that a caller listed; `beside`: the unit that may prefetch them."""
+    if not isinstance(modules, (list, tuple)):
+        raise ValueError(f"Expected a list of modules that fully_shard was called on, got {type(modules).__name__}.")
+    numbers: list[int] = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"Expected modules that fully_shard was called on, got {type(module).__name__}.")
+        if beside is not None and unit.runtime is not beside.runtime:
+            raise ValueError(
+                f"Unit '{beside.name}' cannot prefetch unit '{unit.name}', which has separate streams or is on another device."
+            )
+        numbers.append(unit.number)
+    return tuple(numbers)

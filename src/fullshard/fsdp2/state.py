@@ -78,9 +78,7 @@ _NAMES: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         # Waits for the reductions in flight and sets `.grad`. Pipeline schedules call it at the end of a step.
         "_root_post_backward_final_callback": lambda unit, _: lambda: _finish_reductions(unit),
     },
-    "FSDPStateContext": {
-        "all_states": lambda unit, _: [_view(one) for one in units_below(unit.modules)],
-    },
+    "FSDPStateContext": {"all_states": lambda unit, _: [_view(one) for one in units_below(unit.modules)]},
     "FSDPParamGroup": {
         "fsdp_params": lambda unit, group: [View("FSDPParam", unit, parameter) for parameter in group.parameters],
         "mp_policy": lambda unit, _: unit.options.mp,

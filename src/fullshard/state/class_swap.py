@@ -40,12 +40,11 @@ _SHARDED_CLASSES: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
 def sharded_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class that sharded modules of class `cls` get, a subclass of `mixin` and `cls`. There is exactly one."""
-    found = _SHARDED_CLASSES.get((mixin, cls))
-    if found is None:
+    if (mixin, cls) not in _SHARDED_CLASSES:
         attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, _PARTS: (mixin, cls)}
-        found = type(f"FSDP{cls.__name__}", (mixin, cls), attributes)
-        found = _SHARDED_CLASSES.setdefault((mixin, cls), found)  # another thread may have created one meanwhile
-    return found
+        made = type(f"FSDP{cls.__name__}", (mixin, cls), attributes)
+        _SHARDED_CLASSES.setdefault((mixin, cls), made)  # another thread may have created one meanwhile
+    return _SHARDED_CLASSES[mixin, cls]
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -106,13 +105,9 @@ class ShardedSnapshot:
 def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
     """Return a snapshot of `root`, with copies of its modules.
 
-    Args:
-        root: a sharded module.
-        memo: that of copy.deepcopy; afterwards it maps the ids of modules and sharded parameters to their copies. None to
-            pickle the snapshot: it then has the sharded parameters themselves, as an optimizer in the same pickle has.
-
-    Raises:
-        StateError: inside a forward or backward of a unit, or if a unit also has modules outside of `root`.
+    `memo`: that of copy.deepcopy, which maps ids of modules and sharded parameters to their copies afterwards. None to pickle
+    the snapshot: it then has the sharded parameters themselves, as an optimizer in the same pickle has. Raises StateError
+    inside a forward or backward of a unit, or if a unit also has modules outside of `root`.
     """
     pickles, memo = memo is None, {} if memo is None else memo
     inside = {id(module) for module in root.modules()}

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fullshard.core import (
-    ManagedTensors,
-    ParamRef,
-    ShardedParameter,
-    Unit,
-    logical_parameters,
-    replacement_of,
-)
+from fullshard.core import ManagedTensors, ParamRef, ShardedParameter, Unit, logical_parameters, replacement_of
 from fullshard.errors import warn_once
 
 
