@@ -129,13 +129,13 @@ def test_groups_made_for_several_kinds_of_device_are_gloo_on_the_cpu(world: Worl
 @ranks(9)
 def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_logarithm(world: World) -> None:
     collectives = GlooCollectives(dist.group.WORLD)
-    exchange, sent = collectives._channel.exchange, []
+    exchange, sent = collectives._exchange, []
 
     def counted(tag: int, receives: Any, sends: Any) -> Any:
         sent.extend((tag, peer) for _, peer in sends)
         return exchange(tag, receives, sends)
 
-    collectives._channel.exchange = counted
+    collectives._exchange = counted
     try:
         for call in range(3):
             collectives.tag.hash = 5 + call
@@ -143,7 +143,7 @@ def test_a_maximum_over_many_ranks_takes_each_of_them_as_many_messages_as_the_lo
             finish(collectives.all_reduce_max(message))
             assert message.tolist() == [8, 0, 8, 7]
     finally:
-        del collectives._channel.exchange
+        del collectives._exchange
     assert len(sent) == len(set(sent)) == 3 * 4
     assert {(peer - world.rank) % 9 for _, peer in sent} == {1, 2, 4, 8}
 

@@ -734,7 +734,7 @@ def test_sums_over_replicas_never_begin_when_a_rank_happens_to_be_ready(world: W
     class AllToAll(GlooCollectives):
         def _reduce_scatter_pair(self, outs: Any, fulls: Any, scale: float) -> StartedWork:
             received = [torch.empty_like(full) for full in fulls]
-            works = [dist.all_to_all_single(a, b, group=self._channel._group, async_op=True) for a, b in zip(received, fulls)]
+            works = [dist.all_to_all_single(a, b, group=self._group, async_op=True) for a, b in zip(received, fulls)]
 
             def add() -> None:
                 for parts, out in zip(received, outs):

@@ -51,16 +51,16 @@ class Messages:
     when a message arrives that has no buffer.
     """
 
-    __slots__ = ("_channel", "_receives", "_sends", "works")
+    __slots__ = ("_owner", "_receives", "_sends", "works")
 
-    def __init__(self, channel: P2PChannel, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> None:
+    def __init__(self, owner: GlooCollectives, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> None:
         self.works: list[dist.Work] = []
-        self._channel, self._receives, self._sends = channel, receives, sends
+        self._owner, self._receives, self._sends = owner, receives, sends
 
     def peer_lost(self, at: int, failure: BaseException) -> PeerLost:
         """Return the error for message number `at`."""
         _, peer = [*self._receives, *self._sends][at]
-        return PeerLost(self._channel.members[peer], failure)
+        return PeerLost(self._owner.members[peer], failure)
 
     def wait(self) -> None:
         """Wait for all messages. Raises PeerLost if another rank closed its connection."""
@@ -71,32 +71,13 @@ class Messages:
                 at += 1
         except RuntimeError as failure:
             raise self.peer_lost(at, failure) from failure
-        self._channel.under_way.discard(self)
+        self._owner.under_way.discard(self)
         # The caller may keep this object, and the memory of the messages is free now.
         self.works, self._receives, self._sends = [], (), ()
 
 
 # Messages that were started and not waited for, also if the model that sent them is deleted: others use the same group.
 _UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Messages]] = weakref.WeakKeyDictionary()
-
-
-class P2PChannel:
-    """The point-to-point messages of one process group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
-        self.under_way = _UNDER_WAY.setdefault(group, set())
-        self._group = group
-
-    def exchange(self, tag: int, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> Messages:
-        """Start messages."""
-        messages = Messages(self, receives, sends)
-        self.under_way.add(messages)  # before the start: the buffers must stay alive if an interrupt follows
-        try:
-            _torch.exchange(messages.works, self._group, receives, sends, tag)
-        except RuntimeError as failure:
-            raise messages.peer_lost(len(messages.works), failure) from failure
-        return messages
 
 
 class GlooCollectives:
@@ -117,7 +98,19 @@ class GlooCollectives:
         self.tag = MessageTag() if tag is None else tag
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
-        self._channel = P2PChannel(group)
+        self._group = group
+        self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
+        self.under_way = _UNDER_WAY.setdefault(group, set())
+
+    def _exchange(self, tag: int, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> Messages:
+        """Start messages."""
+        messages = Messages(self, receives, sends)
+        self.under_way.add(messages)  # before the start: the buffers must stay alive if an interrupt follows
+        try:
+            _torch.exchange(messages.works, self._group, receives, sends, tag)
+        except RuntimeError as failure:
+            raise messages.peer_lost(len(messages.works), failure) from failure
+        return messages
 
     def _next_tag(self) -> int:
         return _FIRST_TAG + (self.tag.call_bits << _STAGE_BITS)
@@ -137,10 +130,9 @@ class GlooCollectives:
             for step in range(1, ranks):
                 receives.append((chunks[(rank - step) % ranks], (rank - step) % ranks))
                 sends.append((shard, (rank + step) % ranks))
-        channel = self._channel
 
         def gather() -> StartedWork:
-            messages = channel.exchange(self._next_tag(), receives, sends)
+            messages = self._exchange(self._next_tag(), receives, sends)
             for chunk, shard in copies:  # after the messages are started, so that copies and messages overlap
                 chunk.copy_(shard)
             return StartedWork((messages,), unpollable=True)
@@ -154,7 +146,7 @@ class GlooCollectives:
         arriving, leaving, rank = received.split(list(received_sizes)), sent.split(list(sent_sizes)), self.rank
         receives = [(arriving[peer], peer) for peer in self._others if arriving[peer].numel()]
         sends = [(leaving[peer], peer) for peer in self._others if leaving[peer].numel()]
-        messages = self._channel.exchange(self._next_tag(), receives, sends)
+        messages = self._exchange(self._next_tag(), receives, sends)
         arriving[rank].copy_(leaving[rank])
         return StartedWork((messages,), unpollable=True)
 
@@ -167,7 +159,7 @@ class GlooCollectives:
         filled = [(chunk, parts) for chunk, parts in zip(chunks, received) if chunk.numel()]
         receives = [(parts[peer], peer) for _, parts in filled for peer in self._others]
         sends = [(chunk[peer], peer) for chunk, _ in filled for peer in self._others]
-        messages = self._channel.exchange(self._next_tag(), receives, sends)
+        messages = self._exchange(self._next_tag(), receives, sends)
         for chunk, parts in filled:
             parts[self.rank].copy_(chunk[self.rank])
 
@@ -187,7 +179,7 @@ class GlooCollectives:
         received = [torch.empty_like(half[0]) for half in halves]
         receives = [(theirs, peer) for theirs in received if theirs.numel()]
         sends = [(half[peer], peer) for half in halves if half.numel()]
-        messages = self._channel.exchange(self._next_tag(), receives, sends)
+        messages = self._exchange(self._next_tag(), receives, sends)
 
         def add() -> None:
             for half, theirs, out in zip(halves, received, outs):
@@ -213,7 +205,7 @@ class GlooCollectives:
         def all_gather() -> None:
             receives = [(chunks[peer], peer) for peer in self._others]
             sends = [(chunks[self.rank], peer) for peer in self._others]
-            self._channel.exchange(tag + 1, receives, sends).wait()
+            self._exchange(tag + 1, receives, sends).wait()
             tensor.copy_(padded[:numel])
 
         return StartedWork((scattered,), all_gather, unpollable=True)
@@ -237,7 +229,7 @@ class GlooCollectives:
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
             alive.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
-            return self._channel.exchange(tag + stage, [(received, source)], [(sent, target)]), received
+            return self._exchange(tag + stage, [(received, source)], [(sent, target)]), received
 
         messages, received = begin(0)
 
@@ -258,7 +250,7 @@ class GlooCollectives:
         if not tensor.numel():
             return StartedWork()
         sends = [(sent, peer) for peer in self._others]
-        messages = self._channel.exchange(self._next_tag(), list(zip(received, self._others)), sends)
+        messages = self._exchange(self._next_tag(), list(zip(received, self._others)), sends)
         parts = {self.rank: sent, **dict(zip(self._others, received))}
 
         def merge_all() -> None:  # in the order of ranks, so that the result is bit-equal on all ranks
