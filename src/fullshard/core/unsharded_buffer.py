@@ -165,26 +165,6 @@ class AllGather:
             step()
 
 
-def _in_custom_memory(
-    layout: GroupLayout, collectives: ObservedCollectives, flat: Tensor, shard: Tensor, before: Sequence[Step]
-) -> AllGather:
-    """Return an all-gather of all parameters as one packed message, in memory allocated as the collective first starts."""
-    allocate, size = collectives.gather_memory, shard.numel()
-    assert allocate is not None
-    staging: list[Tensor] = []
-    after: list[Step] = []
-
-    def begin() -> Started:
-        if not staging:
-            staging.append(allocate((layout.ranks * size,), dtype=flat.dtype, device=flat.device))
-            after.extend(copy_out_steps(layout, flat, staging[0]))
-        chunk = staging[0][collectives.rank * size :][:size]
-        chunk.copy_(shard)
-        return collectives.gatherer(staging, [chunk])()
-
-    return AllGather(begin, before, after)
-
-
 def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
     """Return the storage of `tensor`, and its size in bytes."""
     return tensor.untyped_storage(), tensor.untyped_storage().size()
@@ -240,10 +220,7 @@ class FlatBuffer:
         self._staging: list[Tensor] = []
         # The unsharded parameters, with separate version counters.
         self.views = [tensor_on_storage(self.flat, layout.ranks * place.offset, place.shape) for place in layout.offsets]
-        # With a custom all-gather that allocates its output when it starts: plans such an all-gather. None otherwise.
-        self._plan_custom: Callable[[], AllGather] | None = None
-        # The all-gather that `_plan_custom` returned, which owns that output. Used again only if memory is kept.
-        self._custom_gather: AllGather | None = None
+        self._custom_output: list[Tensor] = []  # of a custom all-gather, which allocates it when it starts; kept only by `keep`
         self._layout, self._dtypes, self._collectives, self._devices = layout, dtypes, collectives, storage
         self._gather = self._plan(shard)  # the all-gather over all ranks
         # The all-gather among the k ranks of `reshard_after_forward=k`, valid once: for the shards that forward computed with.
@@ -259,7 +236,7 @@ class FlatBuffer:
         (storage, nbytes), was_freed = self._storages[0], not self.memory
         if was_freed:
             storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
-        self._staging, self._custom_gather = [], None
+        self._staging, self._custom_output = [], []
         self._gather = self._plan(shard)
         self._storages[1:] = map(_sized, self._staging)
         self.release_staging()
@@ -280,8 +257,7 @@ class FlatBuffer:
         if not layout.unsharded_numel:
             return AllGather(StartedWork, before)
         if gather.gather_memory is not None and layout.packed is not None:
-            self._plan_custom = partial(_in_custom_memory, layout, gather, flat, shard, before)
-            return AllGather(StartedWork)
+            return self._plan_custom(shard, before)
         staging = flat.new_empty(layout.ranks * layout.packed.size if layout.packed else 0)
         if staging.numel():
             self._staging.append(staging)
@@ -299,6 +275,25 @@ class FlatBuffer:
         observed = partial(gather.observed, "all_gather", begin, outs)
         return AllGather(begin, before, copy_out_steps(layout, flat, staging), observed=observed)
 
+    def _plan_custom(self, shard: Tensor, before: Sequence[Step]) -> AllGather:
+        """Plan an all-gather of all parameters as one packed message, in memory that a custom all-gather allocates."""
+        layout, gather, flat, output = self._layout, self._collectives.gather, self.flat, self._custom_output
+        allocate, size = gather.gather_memory, shard.numel()
+        assert allocate is not None
+
+        def begin() -> Started:
+            if not output:
+                output.append(allocate((layout.ranks * size,), dtype=flat.dtype, device=flat.device))
+            chunk = output[0][gather.rank * size :][:size]
+            chunk.copy_(shard)
+            return gather.gatherer([output[0]], [chunk])()
+
+        def copy_out() -> None:
+            for step in copy_out_steps(layout, flat, output[0]):
+                step()
+
+        return AllGather(begin, before, [copy_out])
+
     def allocate(self, version: int) -> AllGather:
         """Allocate memory on the compute stream, and return the all-gather for shards of this version."""
         if version != self.version:
@@ -308,11 +303,7 @@ class FlatBuffer:
         for storage, nbytes in self._storages if self._subgroup_gather is None else self._storages[:1]:
             if not self.keep or storage.nbytes() != nbytes:  # on the CPU, resize_ moves the memory even if the size is equal
                 storage.resize_(nbytes)
-        if self._subgroup_gather is not None or self._plan_custom is None:
-            return self._subgroup_gather or self._gather
-        if self._custom_gather is None:
-            self._custom_gather = self._plan_custom()
-        return self._custom_gather
+        return self._subgroup_gather or self._gather
 
     def release_staging(self) -> None:
         """Free the memory that only the all-gather needed, after the compute stream waited for the all-gather."""
@@ -321,7 +312,8 @@ class FlatBuffer:
         self._subgroup_gather = None
         if self.keep:
             return
-        self._custom_gather = self._subgroup_shard = None
+        self._subgroup_shard = None
+        self._custom_output.clear()
         for storage, _ in self._storages[1:]:
             storage.resize_(0)
 
