@@ -83,6 +83,5 @@ def _fill_like(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return made
 
 
-for _operators, _handler in ((_FILLS, _fill), (_LIKE, _fill_like)):
-    for _operator in _operators:
-        OPERATORS[_operator] = _handler
+OPERATORS.update(dict.fromkeys(_FILLS, _fill))
+OPERATORS.update(dict.fromkeys(_LIKE, _fill_like))

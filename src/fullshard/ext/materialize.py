@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fullshard import _torch, ext
 from fullshard.core import Agreement, children_first, logical_parameters, replace_rows, units_of
 from fullshard.errors import StateError, check_int
+from fullshard.frontend.module import any_unit
 from fullshard.optim.copies import agreement_of_all
 
 Init = Callable[[nn.Module], object]
@@ -55,8 +56,7 @@ def materialize(
         raise ValueError(f"init must be callable or None, got {init!r}.")
     if seed is not None:
         check_int("seed", seed, least=-(2**63), otherwise=", or None")
-    if not units:
-        raise StateError(f"{type(model).__name__} contains no sharded module. Call fully_shard() first.")
+    any_unit(model)
     for unit in units:
         unit.reshard(doing="materialize()")
     compute_device = torch.device(device) if device is not None else units[0].axis.device

@@ -342,10 +342,7 @@ def _check_tensors(refs: Sequence[ParamRef], managed: ManagedTensors, axis: Shar
             raise ValueError(f"Parameter '{ref.name}' cannot be sharded: {reason}.")
     named = [(f"Parameter '{ref.name}'", ref.parameter) for ref in refs]
     for what, tensor in (*named, *((f"Buffer '{name}'", buffer) for name, _, buffer in managed.buffers)):
-        kind = tensor.device.type
-        if kind not in ("meta", "cpu", axis.device.type) or (
-            kind == axis.device.type != "cpu" and tensor.device != axis.device
-        ):
+        if tensor.device.type not in ("meta", "cpu") and tensor.device != axis.device:
             raise ValueError(
                 f"{what} is on {tensor.device}, expected {axis.device} (the device of this rank of the mesh), the CPU or meta. "
                 "Move the module first."

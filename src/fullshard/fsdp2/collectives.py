@@ -27,7 +27,8 @@ ReduceScatter = _torch.ReduceScatter
 class CustomCollectives:
     """A custom all-gather or reduce-scatter, in memory from the caller; other collectives are those of `inner`.
 
-    All parameters are packed, so that each all-gather and each reduce-scatter is one message in that memory.
+    All parameters are packed, so that each all-gather and each reduce-scatter is one message in that memory. On the CPU, calls
+    are asynchronous, since synchronous ones would block the host; on an accelerator they block the stream.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class CustomCollectives:
                 chunk = out.view(self.ranks, -1)[self.rank]
                 if chunk.data_ptr() != shard.data_ptr():
                     chunk.copy_(shard)
-                works.append(call(out, chunk, self._group, async_op=_blocks_host(out)))
+                works.append(call(out, chunk, self._group, async_op=out.device.type == "cpu"))
             return StartedWork([work for work in works if work is not None])
 
         return gather
@@ -69,14 +70,9 @@ class CustomCollectives:
         if self._reduce is None:
             return self._inner.reduce_scatter(outs, fulls, scale)
         group, add = self._group, dist.ReduceOp.SUM
-        works = [self._reduce(out, full, group, add, async_op=_blocks_host(out)) for out, full in zip(outs, fulls)]
+        works = [self._reduce(out, full, group, add, async_op=out.device.type == "cpu") for out, full in zip(outs, fulls)]
         then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return StartedWork([work for work in works if work is not None], then)
-
-
-def _blocks_host(out: Tensor) -> bool:
-    """Return True if a synchronous collective blocks the host; on an accelerator it blocks the stream."""
-    return out.device.type == "cpu"
 
 
 # --- methods of sharded modules -------------------------------------------------------------------------------------------
