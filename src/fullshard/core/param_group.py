@@ -359,7 +359,7 @@ class ParamGroup:
         if self.storage.host or after is not None or communicator.traffic.listeners or _torch.profiling():
             return self.send(communicator, stream, gather, action, after)
         start = gather.begin
-        if gather.copies_in:
+        if gather.before:
             if communicator.copy_in_stream is not None:
                 return self.send(communicator, stream, gather, action)
             start = partial(gather.copy_in_and, gather.begin)
@@ -369,10 +369,10 @@ class ParamGroup:
         self, communicator: Communicator, stream: Lane, gather: AllGather, action: str, after: Work | None = None
     ) -> CollectiveCall:
         """Queue an all-gather on `stream`, behind the compute stream or, if it is given, behind `after`."""
-        start, copied = gather.observed, None
-        if gather.copies_in and communicator.copy_in_stream is None:
-            start = partial(gather.copy_in_and, gather.observed)
-        elif gather.copies_in:
+        start, copied = gather.observed or gather.begin, None
+        if gather.before and communicator.copy_in_stream is None:
+            start = partial(gather.copy_in_and, start)
+        elif gather.before:
             # Casts and copies from host memory have a stream of their own, so that those of the next unit do not wait for the
             # all-gather of this one.
             assert communicator.copy_in_stream is not None and after is None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -128,29 +128,22 @@ def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[
     return regions, columns
 
 
+@dataclass(eq=False, slots=True)
 class AllGather:
     """An all-gather: copy-in steps, the collective, copy-out steps.
 
     `copy_in` runs on the copy-in stream if there is one, and overlaps with the previous all-gather then. The rest runs on the
-    stream of the all-gather: `begin`, or `observed`, which also reports the collective to who counts messages, and `finish`.
+    stream of the all-gather.
     """
 
-    __slots__ = ("_after", "_before", "begin", "copies_in", "observed")
-
-    def __init__(
-        self,
-        begin: Callable[[], Started],
-        before: Sequence[Step] = (),
-        after: Sequence[Step] = (),
-        *,
-        observed: Callable[[], Started] | None = None,
-    ) -> None:
-        self.begin, self.observed = begin, begin if observed is None else observed
-        self.copies_in, self._before, self._after = bool(before), before, after
+    begin: Callable[[], Started]  # starts the collective
+    before: Sequence[Step] = ()  # copy-in
+    after: Sequence[Step] = ()  # copy-out
+    observed: Callable[[], Started] | None = None  # `begin` for who counts messages, if it does not report the collective
 
     def copy_in(self) -> StartedWork:
         """Cast the shard into the all-gather input, or copy it from host memory."""
-        for step in self._before:
+        for step in self.before:
             step()
         return StartedWork()
 
@@ -161,45 +154,49 @@ class AllGather:
 
     def finish(self) -> None:
         """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
-        for step in self._after:
+        for step in self.after:
             step()
 
 
-def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
-    """Return the storage of `tensor`, and its size in bytes."""
-    return tensor.untyped_storage(), tensor.untyped_storage().size()
-
-
-class UnshardedBuffer(Protocol):
+class UnshardedBuffer(ABC):
     """The memory that a group's parameters are all-gathered into. `FlatBuffer` is the one of a flat shard."""
 
-    version: int  # of the shards that were all-gathered last; -1 before the first all-gather
-    keep: bool  # whether `free` and `release_staging` leave the memory allocated, so that its address never changes
+    def __init__(self) -> None:
+        self.version = -1  # of the shards that were all-gathered last; -1 before the first all-gather
+        self.keep = False  # whether `free` and `release_staging` leave the memory allocated, so that its address never changes
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # with their full sizes, to allocate and free by resize_
+
+    @staticmethod
+    def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage of `tensor`, and its size in bytes."""
+        return tensor.untyped_storage(), tensor.untyped_storage().size()
 
     @property
+    @abstractmethod
     def memory(self) -> int:
         """Bytes of the unsharded parameters that are allocated."""
-        ...
 
     @property
     def allocated(self) -> int:
         """Bytes that are allocated, staging memory included."""
-        ...
+        return sum(storage.size() for storage, _ in self._storages)
 
+    @abstractmethod
     def allocate(self, version: int) -> AllGather:
         """Allocate the memory on the compute stream, and return the all-gather of the shards, which have this version."""
-        ...
 
+    @abstractmethod
     def release_staging(self) -> None:
         """Free what only the all-gather needs, after the compute stream waited for it."""
-        ...
 
     def free(self) -> None:
-        """Free the memory, unless it is kept. The tensors stay."""
-        ...
+        """Free the memory, unless it is kept. The tensors and their storages stay."""
+        if not self.keep:
+            for storage, _ in self._storages:
+                storage.resize_(0)
 
 
-class FlatBuffer:
+class FlatBuffer(UnshardedBuffer):
     """The unsharded buffer of a group with a flat shard: the all-gather output.
 
         direct   shard view  --(cast into own chunk)------------all-gather--> region of a large parameter, no copy-out
@@ -214,8 +211,8 @@ class FlatBuffer:
     def __init__(
         self, layout: GroupLayout, dtypes: Dtypes, collectives: GroupCollectives, storage: Storage, shard: Tensor
     ) -> None:
+        super().__init__()
         self.flat = torch.empty(layout.unsharded_numel, dtype=dtypes.compute, device=storage.device)
-        self.keep, self.version = False, -1
         # Buffers that only the all-gather needs: the packed output and, with CPU offload, the copy of the shard.
         self._staging: list[Tensor] = []
         # The unsharded parameters, with separate version counters.
@@ -227,8 +224,7 @@ class FlatBuffer:
         self._subgroup_gather: AllGather | None = None
         # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
         self._subgroup_shard: Tensor | None = None
-        # Each storage with its full size, to allocate and free it by resize_. The first one is that of `flat`.
-        self._storages = [_sized(self.flat), *map(_sized, self._staging)]
+        self._storages = [self._sized(self.flat), *map(self._sized, self._staging)]  # that of `flat` first
         self.free()
 
     def gather_from(self, shard: Tensor) -> None:
@@ -238,7 +234,7 @@ class FlatBuffer:
             storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
         self._staging, self._custom_output = [], []
         self._gather = self._plan(shard)
-        self._storages[1:] = map(_sized, self._staging)
+        self._storages[1:] = map(self._sized, self._staging)
         self.release_staging()
         if was_freed:
             storage.resize_(0)
@@ -317,12 +313,6 @@ class FlatBuffer:
         for storage, _ in self._storages[1:]:
             storage.resize_(0)
 
-    def free(self) -> None:
-        """Free the memory, unless it is kept. The tensors and their storages stay."""
-        if not self.keep:
-            for storage, _ in self._storages:
-                storage.resize_(0)
-
     @property
     def memory(self) -> int:
         """Bytes of the buffer if it is allocated, else 0."""
@@ -332,7 +322,7 @@ class FlatBuffer:
     def allocated(self) -> int:
         """Bytes of the buffer and of the staging buffers that are allocated."""
         part = self._subgroup_shard
-        return sum(storage.size() for storage, _ in self._storages) + (0 if part is None else part.nbytes)
+        return super().allocated + (0 if part is None else part.nbytes)
 
     def save_subgroup_shard(self) -> None:
         """Copy this rank's part of the buffer, before it is freed, and plan the all-gather of the parts."""

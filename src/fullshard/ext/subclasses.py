@@ -19,6 +19,7 @@ from fullshard.core import (
     ShardAxis,
     ShardedParameter,
     Storage,
+    UnshardedBuffer,
     exact_copy,
     is_plain,
     register_group,
@@ -43,7 +44,7 @@ def _own_shard(value: Tensor) -> Tensor:
     return value.set_(value.clone()) if is_plain(value) else exact_copy(value)  # type: ignore[call-overload]
 
 
-class ExtensionBuffer:
+class ExtensionBuffer(UnshardedBuffer):
     """The unsharded buffer of one parameter with its own all-gather hooks.
 
         shard --fsdp_pre_all_gather--> inputs --all-gather of each, as bytes--> outputs --fsdp_post_all_gather--> unsharded
@@ -53,6 +54,7 @@ class ExtensionBuffer:
     """
 
     def __init__(self, parameter: ShardedParameter, collectives: Collectives, dtypes: Dtypes, storage: Storage) -> None:
+        super().__init__()
         self._parameter, self._collectives, self._storage = parameter, collectives, storage
         self._dtypes, self._dtype = dtypes, dtypes.compute
         # Whether the subclass wants its outputs freed after fsdp_post_all_gather, which copied them; False without that hook.
@@ -62,16 +64,13 @@ class ExtensionBuffer:
                 f"Expected True or False from {_RELEASE} of parameter '{parameter.name}' of unit "
                 f"'{parameter.unit_name.name}', got {self._releases_outs!r}. Return a bool."
             )
-        self.version = -1  # of the shard that was all-gathered last; -1 before the first all-gather
-        self.keep = False  # whether the memory is kept when it is freed
         # The unsharded tensor from the first fsdp_post_all_gather, including padding rows. Later calls write to it (`out=`).
         self._unsharded: Tensor | None = None
         # Inputs (contiguous) and metadata of the all-gather in flight, until fsdp_post_all_gather gets them.
         self._inputs: tuple[list[Tensor], Any] | None = None
         # All-gather outputs, (ranks * numel,) each. The objects stay, since the unsharded tensor may use their storage.
+        # `_storages` are theirs, and those of inner tensors from fsdp_post_all_gather with separate memory.
         self._outs: list[Tensor] = []
-        # The storages of the outputs, and of inner tensors from fsdp_post_all_gather with separate memory; their full sizes.
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
 
     def allocate(self, version: int) -> AllGather:
         """Call fsdp_pre_all_gather, allocate the outputs on the compute stream, and return their all-gather."""
@@ -85,7 +84,7 @@ class ExtensionBuffer:
         self._inputs = tensors, metadata
         if not self._outs:
             self._outs = [torch.empty(ranks * t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
-            self._storages = [_sized(out) for out in self._outs]
+            self._storages = [self._sized(out) for out in self._outs]
         if [out.numel() for out in self._outs] != [ranks * t.numel() for t in tensors]:
             shapes = [tuple(t.shape) for t in tensors]
             raise StateError(
@@ -117,7 +116,7 @@ class ExtensionBuffer:
             if self._unsharded is None:
                 self._unsharded, inner = after(outputs, metadata, self._dtype)
                 outs = {storage.data_ptr() for storage, _ in self._storages}
-                self._storages += [_sized(t) for t in inner if t.untyped_storage().data_ptr() not in outs]
+                self._storages += [self._sized(t) for t in inner if t.untyped_storage().data_ptr() not in outs]
                 even = self._unsharded.shape[0] == rows
                 view = self._unsharded if even else self._unsharded.narrow(0, 0, rows)
                 self._parameter.make_unsharded(view, any_grad_dtype=self._dtypes.casts_gradients)
@@ -132,17 +131,10 @@ class ExtensionBuffer:
             for storage, _ in self._storages[: len(self._outs)]:
                 storage.resize_(0)
 
-    def free(self) -> None:
-        """Free the memory, unless it is kept. The tensors stay."""
-        for storage, _ in () if self.keep else self._storages:
-            storage.resize_(0)
-
     @property
     def memory(self) -> int:
         """Bytes of the outputs and the inner tensors that are allocated."""
-        return sum(storage.size() for storage, _ in self._storages)
-
-    allocated = memory
+        return self.allocated
 
     def _padded_shard(self) -> Tensor:
         """Return this rank's shard with as many rows as the other ranks have."""
@@ -271,10 +263,6 @@ class ExtensionGroup(ParamGroup):
             f"Parameter '{self.parameters[0].name}' cannot be copied unsharded: its fsdp_post_all_gather has one output only. "
             "Read the parameter in a forward, or between unshard() and reshard()."
         )
-
-
-def _sized(tensor: Tensor) -> tuple[torch.UntypedStorage, int]:
-    return tensor.untyped_storage(), tensor.untyped_storage().size()
 
 
 def _missing_hooks(tensor: Tensor) -> list[str]:
