@@ -6,7 +6,7 @@ Each subpackage describes its purpose and its files in its docstring. A subpacka
     foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
     wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
     ext  fsdp2             rare features beside the engine, and the rest of FSDP2's surface, a file each
-    frontend               fully_shard(), FSDPModule, forward methods; the functions of torch that it replaces
+    frontend               fully_shard(), FSDPModule
     state  optim           values and classes of sharded modules; steps of optimizers and clipping
     core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
     checks                 the collective log, and the watchdog that compares it between ranks

@@ -255,7 +255,7 @@ class PreparedShard:
             is_unit=lambda inner: id(inner) in self._planned or unit_of(inner) is not None,
         )
         ties = find_ties(self.modules, managed)
-        refs = [ref for ref in managed.refs if not ties.is_tied(ref)]
+        refs = [ref for ref in managed.refs if not any(ref is tied for tied, _ in ties.refs)]
         _check_tensors(refs, managed, axis)
         # Raises for illegal options, and creates process groups, before anything of the model changes.
         self.runtime.communicator.collectives_of(axis, options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fullshard.core import ManagedTensors, ParamRef, ShardedParameter, Unit, logical_parameters, replacement_of
+from fullshard.core import ManagedTensors, ParamRef, ShardedParameter, Unit, current_parameter, logical_parameters
 from fullshard.errors import warn_once
 
 
@@ -19,10 +19,6 @@ class Ties:
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
     # Tied parameters of the new unit's modules, each with the sharded parameter it is tied to.
     refs: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
-
-    def is_tied(self, ref: ParamRef) -> bool:
-        """Return True if another unit owns `ref` already."""
-        return any(ref is known for known, _ in self.refs)
 
     def take(self) -> list[ShardedParameter]:
         """Remove parameters from their owners, and return them."""
@@ -47,8 +43,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
     ties = Ties()
     inside = {id(inner) for module in modules for inner in module.modules()}
     for ref in managed.refs:
-        sharded = replacement_of(ref.parameter)
-        known = logical_parameters([ref.parameter if sharded is None else sharded])
+        known = logical_parameters([current_parameter(ref.parameter)])
         owner = known[0].unit() if known else None
         if owner is None:
             continue
