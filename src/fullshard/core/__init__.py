@@ -23,7 +23,6 @@ from fullshard.core.hooks import (
     cast_floats,
     hook_node,
     install_hooks,
-    remove_hooks,
     remove_hooks_from_copies,
     tensors_in,
 )

@@ -241,13 +241,6 @@ class StateHooks:
             recovered(self._unit).refresh(assigned=True)
 
 
-def remove_hooks(unit: Unit) -> None:
-    """Remove all hooks of the unit."""
-    for _, handle in unit.hooks:
-        handle.remove()
-    unit.hooks.clear()
-
-
 def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
     """Remove the hooks of the unit from copies of its modules. `copies` maps the id of each module to its copy."""
     for ref, handle in unit.hooks:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from fullshard import _torch
-from fullshard.checks.collective_log import CollectiveLog, Fingerprint
 from fullshard.comm.streams import Work, stream_for
 from fullshard.core.communicator import Communicator
 from fullshard.core.param_group import ParamGroup
@@ -93,8 +92,11 @@ class Runtime:
         return self.scheduler.register(number, unit.options, partial(is_attached, unit.path))
 
     def unregister(self, unit: Unit) -> None:
-        """Remove a unit that was taken off its modules."""
+        """Remove a unit that was taken off its modules, and its hooks."""
         unit.undone = True
+        for _, handle in unit.hooks:
+            handle.remove()
+        unit.hooks.clear()
         self.reducer.discard(unit)
         self.kept.discard(unit)
         self._deleted.append(unit.number)
@@ -295,16 +297,6 @@ class Runtime:
         self.backward.units.clear()
         self.reducer.assign_grads()
 
-    def log_step(self, log: CollectiveLog, fingerprint: Fingerprint) -> None:
-        """Record in the log that an optimizer made a step, as all ranks must.
-
-        Not of steps in gradient hooks, whose order, and whether they run, may differ between ranks, nor in other threads, nor
-        once ranks have diverged: the step has been made already, and the next collective raises.
-        """
-        in_backward = self.reducer.decided is not None or _torch.current_graph_task() != -1
-        if not in_backward and self in Runtime.all_of_thread() and log.desync_error is None:
-            log.append(fingerprint)
-
     # --- after an exception ---
     # Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
     #
@@ -477,7 +469,7 @@ class RunningBackward:
         return self.raised
 
     def mark_raised(self, _: object = None) -> None:
-        """Put the sharded parameters back on the modules at once, without collectives, and tell the watchdog."""
+        """Record that the backward, or its end, raised: put the sharded parameters back at once, without collectives."""
         self._end = None  # an exception keeps the caller's frame alive, and with it the callback
         try:
             reached = list(self.units.values())

@@ -207,9 +207,7 @@ class Scheduler:
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
         self._records: dict[int, UnitRecord] = {}
         self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
-        self.prefetched: dict[
-            int, int
-        ] = {}  # units unsharded ahead and not used yet, oldest first, each with the phase of that
+        self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first, with the phase of that
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
         # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or

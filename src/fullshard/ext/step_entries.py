@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from fullshard import _torch
 from fullshard.core import CollectiveLog, Fingerprint, Runtime, ShardedParameter, UnitName
 from fullshard.optim.optimizer_hooks import STEP_LISTENERS
 
@@ -62,8 +63,12 @@ class StepEntries:
             self._fingerprints = [self._fingerprint(number, digests) for _, _, number, digests in self._logs]
         for (runtime_ref, log_ref, _, _), fingerprint in zip(self._logs, self._fingerprints):
             runtime, log = runtime_ref(), log_ref()
-            if runtime is not None and log is not None:
-                runtime.log_step(log, fingerprint)
+            if runtime is None or log is None or log.desync_error is not None:
+                continue  # deleted; or ranks have diverged: the step has been made already, and the next collective raises
+            # Not in gradient hooks, nor in other threads: their order, and whether they run, may differ between ranks.
+            in_backward = runtime.reducer.decided is not None or _torch.current_graph_task() != -1
+            if not in_backward and runtime in Runtime.all_of_thread():
+                log.append(fingerprint)
 
     def _fingerprint(self, number: int, digests: dict[int, int]) -> Fingerprint:
         """Return the fingerprint of a step of `number` parameters, which is equal if ranks order the groups differently.

@@ -14,7 +14,6 @@ from fullshard.core import (
     ShardedParameter,
     all_gather_unsharded,
     detach_unit,
-    remove_hooks,
     set_replacement,
     units_of,
     user_attributes,
@@ -66,7 +65,6 @@ def undo(module: M) -> M:
             root.__class__ = plain_class(type(root))
             _torch.detach_state(root)
             detach_unit(root)
-        remove_hooks(unit)
         unit.runtime.unregister(unit)
     return module
 
