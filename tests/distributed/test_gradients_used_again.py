@@ -118,3 +118,22 @@ def test_gradients_that_the_user_replaced_are_summed_and_keep_nothing_alive(worl
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.to_local(), 2 * first[name])
     assert all(group.parts is None for unit in units_of(model, True) for group in unit.groups)
+
+
+@ranks(2)
+def test_a_gradient_whose_inside_was_replaced_is_not_used_again(world: World) -> None:
+    """As dynamo replaces it when it compiles a step of an optimizer."""
+    plain = Stack()
+    model = sharded(world, plain)
+    for step in range(3):
+        for one in (model, plain):
+            one.zero_grad()
+        backward(world, model, step)
+        square(plain(batch(step))).backward()
+        assert_same_grads(model, plain)
+        weight, bias = model.inp.weight.grad, model.inp.bias.grad
+        held = bias._local_tensor  # so that as many tensors use the memory as before
+        bias._local_tensor = bias._local_tensor.clone()
+        weight._spec = type(weight._spec)(weight.device_mesh, weight.placements, weight._spec.tensor_meta)
+        del weight, bias
+        assert held is not None

@@ -115,21 +115,32 @@ def parts_of(
     return made
 
 
-def holders(parts: Sequence[DTensor], flat: Tensor) -> tuple[int, ...]:
+def holders(parts: Sequence[DTensor], inner: Sequence[Tensor], flat: Tensor) -> tuple[int, ...]:
     """Return counts of what refers to DTensors over parts of `flat`, in Python and C++, and of what users set on them.
 
-    While they are equal to the counts when only the caller referred to `parts`, they and their memory belong to the caller.
+    `inner`: their local tensors. While the counts are those of when only the caller referred to `parts`, they and their memory
+    belong to the caller.
     """
     # Private: the C++ reference counts. Each of the counts only increases when somebody else gets a reference.
-    inner, storage = [part._local_tensor for part in parts], flat.untyped_storage()  # one object as long as somebody has it
+    storage = flat.untyped_storage()  # one object as long as somebody has it
     return (
         sum(map(sys.getrefcount, parts)) + sum(map(_use_count, parts)) + sum(map(len, map(vars, parts))),
         sum(map(sys.getrefcount, inner)) + sum(map(_use_count, inner)),
         sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
+        sum(map(Tensor.data_ptr, inner)) - len(inner) * flat.data_ptr(),
         sum(map(_requires_grad, parts)),
     )
 
 
+def are_as_made(parts: Sequence[DTensor], inner: Sequence[Tensor], specs: Sequence[DTensorSpec]) -> bool:
+    """Return True if DTensors have the local tensors and specs that they were made with, which dynamo and users may replace."""
+    if not all(map(operator.is_, map(local_tensor, parts), inner)):
+        return False
+    found = [*map(_spec, parts)]
+    return all(map(operator.is_, found, specs)) or all(map(operator.eq, found, specs))
+
+
+_spec: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 

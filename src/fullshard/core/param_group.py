@@ -550,17 +550,21 @@ class GradientParts:
         is_free: whether its memory is freed, since the user let go of them.
     """
 
-    __slots__ = ("_counts", "_nbytes", "flat", "grads", "is_free")
+    __slots__ = ("_counts", "_inner", "_nbytes", "_specs", "flat", "grads", "is_free")
 
     def __init__(self, flat: Tensor, grads: Sequence[Any]) -> None:
         self.flat, self.grads, self.is_free = flat, grads, False
         self._nbytes = flat.untyped_storage().size()
-        self._counts = _torch.holders(grads, flat)
+        self._inner, self._specs = [*map(_torch.local_tensor, grads)], [*map(_torch.spec_of, grads)]
+        self._counts = _torch.holders(grads, self._inner, flat)
 
     def free(self, parameters: Sequence[Tensor]) -> None:
         """Free the memory, if no `.grad` is set and nobody holds a gradient, a view of one, or its memory."""
-        is_set = any(map(operator.is_not, map(_grad, parameters), repeat(None)))
-        if not is_set and _torch.holders(self.grads, self.flat) == self._counts:
+        if any(map(operator.is_not, map(_grad, parameters), repeat(None))):
+            return
+        if not _torch.are_as_made(self.grads, self._inner, self._specs):
+            return
+        if _torch.holders(self.grads, self._inner, self.flat) == self._counts:
             self.is_free = True
             self.flat.untyped_storage().resize_(0)
 
