@@ -104,14 +104,14 @@ EVENT, MESSAGE, HOST = KINDS[:3]
 
 SHOWN = {  # each order that fullshard makes, by function and kind, and a program that goes wrong without it
     ("core/param_group.py start_all_gather (run)", EVENT): "plain",
-    ("core/param_group.py _send (run)", EVENT): "offload, written",
+    ("core/param_group.py send (run)", EVENT): "offload, written",
     ("core/runtime.py run (wait)", EVENT): "plain",
     ("core/reducer.py reduce (run)", EVENT): "plain",
     ("core/reducer.py reduce (wait)", EVENT): "plain",
     ("core/reduction.py wait_for_gradient (wait)", EVENT): "optimizers in hooks",
     ("core/reduction.py wait_for_gradient (wait)", HOST): "values of the first rank",
     ("core/param_group.py synchronize_host (wait)", HOST): "offload, written",
-    ("core/param_group.py all_gather_copy (wait)", EVENT): "offload, gathered and written",
+    ("core/param_group.py gather_now (wait)", EVENT): "offload, gathered and written",
     ("optim/owner_exchange.py _send (run)", EVENT): "Muon",
     ("optim/owner_exchange.py _wait (wait)", EVENT): "Muon",
     ("optim/owner_exchange.py _share (run)", EVENT): "whole parameters on a hybrid mesh",

@@ -604,7 +604,7 @@ def test_deleting_a_model_while_it_is_being_gathered(world: World) -> None:
     model.blocks[0].unshard(async_op=True)
     del model
     other = shard_stack(Stack(), world.mesh)
-    assert not runtime._gathering
+    assert not runtime.gathering
     square(other(batch(0))).backward()
 
 

@@ -457,9 +457,29 @@ class FullyShardedDataParallel(nn.Module):
                 raise
             raise RuntimeError(str(wrong).replace(f"{_WRAPPED_MODULE}.", "")) from wrong
 
-    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Give `named_parameters()` and `named_buffers()` the names of the unwrapped module."""
-        return ((clean_name(name), tensor) for name, tensor in super()._named_members(*args, **kwargs))
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters under the names of the unwrapped module.
+
+        Args:
+            args: positional arguments of `nn.Module.named_parameters`.
+            kwargs: keyword arguments of `nn.Module.named_parameters`.
+
+        Yields:
+            Name and parameter.
+        """
+        return ((clean_name(name), parameter) for name, parameter in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the buffers under the names of the unwrapped module.
+
+        Args:
+            args: positional arguments of `nn.Module.named_buffers`.
+            kwargs: keyword arguments of `nn.Module.named_buffers`.
+
+        Yields:
+            Name and buffer.
+        """
+        return ((clean_name(name), buffer) for name, buffer in super().named_buffers(*args, **kwargs))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch.distributed.checkpoint.state_dict to omit the attribute of the wrapped module in names."""
