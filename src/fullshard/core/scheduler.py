@@ -104,7 +104,6 @@ class UnitRecord:
     # The last forward outside of a backward, which a recomputation repeats, and whether it (or its recomputation) had grad.
     last: ForwardCall | None = None
     had_grad: bool = False
-
     passed: bool = False  # no parameter gets a gradient in the running backward, which has entered the unit
 
     # The phase of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
@@ -330,8 +329,7 @@ class Scheduler:
             return ForwardResult(call, closed, actions)
         retention, outermost = record.options.retention, not self.running
         if outermost and call.end - call.start > 1:  # units ran inside
-            # The next outermost forward may be of another model, which some ranks may have deleted: this run must not predict
-            # it.
+            # This run must not predict the next outermost forward, of a model that some ranks may have deleted.
             self.forward_order.close()
         if retention is KeepAfterForward.KEPT or record.resident_blocks:
             record.unsharded_by_user = False
@@ -452,10 +450,7 @@ class Scheduler:
         return record.last
 
     def after_backward(self) -> list[Action]:
-        """Reduce the remaining units, and reshard those that no later backward needs.
-
-        Calls older than the latest one that this backward reached are no longer pending.
-        """
+        """Reduce the remaining units, reshard those that no later backward needs, and expect no call before the latest one."""
         self._recomputing.clear()
         self._has_begun_backward = False
         for record in self._records.values():
@@ -477,9 +472,9 @@ class Scheduler:
         return actions
 
     def _reduce_done(self, *, beyond: int, even_if_pending: bool = False) -> list[Action]:
-        """Reduce and reshard the entered units all of whose calls started after `beyond`.
+        """Reduce and reshard the entered units all of whose calls started after `beyond`, except those recomputed now.
 
-        Not those with a pending backward (unless `even_if_pending`), nor those that are recomputed now.
+        Nor those with a pending backward, unless `even_if_pending`.
         """
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):

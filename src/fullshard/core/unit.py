@@ -75,8 +75,7 @@ class Unit:
     ) -> None:
         """Create a unit, and put its parameters into groups. `global_id`: of the unit that it is a copy of."""
         self.runtime = runtime
-        # Shared with the parameters and the log, so that a new name reaches their texts.
-        self.unit_name = UnitName(type(modules[0]).__name__)
+        self.unit_name = UnitName(type(modules[0]).__name__)  # shared with parameters and log, whose texts follow a new name
         # Equal on all ranks, unlike `number`: ranks may have created other units before.
         self.global_id = next(runtime.communicator.log_of(axis).unit_ids) if global_id is None else global_id
         self.axis = axis
@@ -167,8 +166,7 @@ class Unit:
         else:
             if not scheduler.running:
                 runtime.begin_outermost_forward(self, module)
-            if self.first_use:
-                self.check_first_use(module)
+            self.check_first_use(module)
             stale = self.stale  # also if prefetched within this forward, in which the caller may have written, as MoCo does
             if record.residency is Residency.FULL:
                 self.uninstall()  # takes over `requires_grad`
@@ -227,8 +225,7 @@ class Unit:
         # Parameters that stay unsharded leave the modules as well, where callers look for the sharded ones between forwards.
         if record.residency is Residency.FULL and not record.is_pinned and not record.running:
             self.uninstall()
-        if ended.actions:
-            runtime.run(ended.actions)
+        runtime.run(ended.actions)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
@@ -257,10 +254,7 @@ class Unit:
     # --- backward ---
 
     def pre_backward(self, call: ForwardCall) -> None:
-        """Reduce the units whose backward is done, unshard this one again, and prefetch the next.
-
-        `call`: the forward whose backward begins.
-        """
+        """Begin the backward of `call`: reduce the units whose backward is done, unshard this one again, prefetch the next."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         if self.undone:
             raise StateError(
@@ -269,8 +263,7 @@ class Unit:
             )
         if runtime.communicator.interrupted or runtime.backward.raised:
             runtime.recover()
-        if not runtime.backward.underway:
-            runtime.begin_backward()
+        runtime.begin_backward()
         runtime.backward.units[record.number] = self
         for listener in runtime.listeners:
             listener.before_backward(call)
@@ -566,16 +559,15 @@ class Unit:
                     )
                 )
         # Nothing above changes a parameter, so that a failure, as of an allocation, leaves the former groups in use.
+        unit = weakref.ref(self)
         for group in groups:
             group.bind_parameters()
             group.keep_memory(self.options.keep_memory)
-        self.groups, self.gathers_decided = groups, False
-        self.runtime.update_timeouts()
-        unit = weakref.ref(self)
-        for group in groups:
             ref = weakref.ref(group)
             for parameter in group.parameters:
                 parameter.unit, parameter.group, parameter.unit_name = unit, ref, self.unit_name
+        self.groups, self.gathers_decided = groups, False
+        self.runtime.update_timeouts()
         self._update_record()
 
     def _storage(self, direct_min_bytes: float) -> Storage:
