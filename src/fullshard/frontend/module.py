@@ -22,8 +22,6 @@ from fullshard.errors import StateError, check_bool, warn_once
 from fullshard.policies import StateSharding
 from fullshard.state.class_swap import from_snapshot, plain_class, to_snapshot
 
-M = TypeVar("M", bound=nn.Module)
-
 
 class UnshardHandle:
     """Handle of an asynchronous all-gather, returned by `FSDPModule.unshard(async_op=True)`.
