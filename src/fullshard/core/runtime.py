@@ -64,18 +64,15 @@ class Runtime:
         self.reducer = GradientReducer(self.communicator, self.listeners)
         self.backward = RunningBackward(communicator)
         self.kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
-
         self.trace: list[tuple[int, bool]] = []  # units that the outermost forward entered (True) and left so far, for `join()`
-        # The innermost forward that an exception propagated out of, and the text of the exception.
-        self.raised_in: tuple[str, str] | None = None
+        self.raised_in: tuple[str, str] | None = None  # the innermost forward that an exception left, and its text
 
         # Units by number, oldest first, and the numbers of those that were deleted since the last forward began.
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._deleted: deque[int] = deque()
         self._numbers = itertools.count()
 
-        # All-gathers in flight: number of the unit -> its groups and their work.
-        self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}
+        self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}  # all-gathers in flight: number of the unit -> these
         # Called with each move, its unit and a function that runs it, instead of that function; None for the function alone.
         self._around: Callable[[Move, Unit, Callable[[], None]], None] | None = None
 
@@ -167,7 +164,7 @@ class Runtime:
     def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
         """Run actions in order. If one raises, its unit and those of the actions after it are resharded.
 
-        observed: True if the caller shows them, to torch's profiler and `watched`.
+        `observed`: the caller shows them, to torch's profiler and `watched`.
         """
         observe = not observed and (self._around is not None or _torch.profiling())
         for index, (move, number) in enumerate(actions):
@@ -434,15 +431,11 @@ class RunningBackward:
         self._communicator = communicator
         self._end: weakref.ref[Callable[[], None]] | None = None
 
-        # A backward has begun and not ended, even if it raised; it raised, so that it will never end.
-        self.underway = self.raised = False
-
-        # Parameters get gradients in it, as far as it is known: every unit that it enters from then on is reduced.
-        self.collects = False
-
-        # The units that it entered, by number, and the numbers of those of which no parameter gets a gradient.
-        self.units: dict[int, Unit] = {}
-        self.passed: set[int] = set()
+        self.underway = False  # it has begun and not ended, even if it raised
+        self.raised = False  # it will never end
+        self.collects = False  # parameters get gradients, as far as it is known: units that it enters from then on are reduced
+        self.units: dict[int, Unit] = {}  # the units that it entered, by number
+        self.passed: set[int] = set()  # the numbers of those of which no parameter gets a gradient
 
     def begin(self, leave: Callable[[], None]) -> None:
         """Begin a backward. The engine calls `leave` when it ends."""

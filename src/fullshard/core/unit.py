@@ -381,12 +381,12 @@ class Unit:
             value.dtype == parameter.local.dtype and value.device == parameter.local.device
             for parameter, value in zip(self.parameters, values)
         )
-        if not fits and (_torch.current_graph_task() != -1 or self.runtime.scheduler.awaits_backward(self.number)):
-            raise StateError(
-                f"The parameters of unit '{self.name}' changed dtype or device between its forward and its "
-                "backward. Change them back, and run the backward first or delete the outputs of the forward."
-            )
         if not fits:
+            if _torch.current_graph_task() != -1 or self.runtime.scheduler.awaits_backward(self.number):
+                raise StateError(
+                    f"The parameters of unit '{self.name}' changed dtype or device between its forward and its "
+                    "backward. Change them back, and run the backward first or delete the outputs of the forward."
+                )
             self.runtime.reducer.check_delivered(self, doing="a change of dtype or device")
             self.invalidate_unsharded()
             self.rebuild_groups(values, unwritten)
@@ -627,15 +627,13 @@ def is_attached(path: Sequence[tuple[weakref.ref[nn.Module], str]]) -> bool:
     Whether a module is alive may differ between ranks, since one rank may keep a reference to it; its place in the model does
     not. So the scheduler may depend on this.
     """
-    child: nn.Module | None = None
+    if not path:
+        return True  # the outermost one
+    child = path[0][0]()
     for ref, name in path:
         parent = ref()
-        if parent is None or (child is not None and child is not parent):
+        if parent is None or child is not parent:
             return False
         child = _torch.children_of(parent).get(name)
-        if child is None:
-            return False
-    if child is None:
-        return True  # the outermost one
-    unit = child.__dict__.get(UNIT)
+    unit = None if child is None else child.__dict__.get(UNIT)
     return unit is not None and unit.path is path
