@@ -250,10 +250,9 @@ class Streams:
         # For the casts and copies from host memory before an all-gather, so that those of the next unit do not wait for the
         # all-gather of this one; None on the CPU, where they are part of the all-gather.
         self.copy_in_stream = None if self.async_device is None else lanes(device)
-        self._are_pollable = kinds == {DeviceStream}  # from any thread
+        self._are_pollable = kinds == {DeviceStream}  # from any thread, so also from the watchdog's
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
-        self._in_flight: deque[CollectiveCall] | None = None  # for the watchdog; None on the CPU, where the host waits itself
         self.next_event: object = None  # of the user: the next outermost forward or `unshard()` is ordered behind it
         # True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over (`Recovery` in
         # core/runtime.py).
@@ -312,8 +311,8 @@ class Streams:
             raise
         except RuntimeError as failure:
             raise self.error_for(failure, call) from failure
-        if self._in_flight is not None:
-            self._in_flight.append(call)
+        if self._are_pollable and self.wait_state is not None:  # on the CPU, the host waits itself
+            self.wait_state.in_flight.append(call)
         return call
 
     def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:

@@ -89,8 +89,6 @@ class Communicator(Streams):
                 if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one
                     self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
                     self.wait_state.patience, self.wait_state.timeout = self._limits
-                    if self._are_pollable:
-                        self._in_flight = self.wait_state.in_flight
                 log.abort = partial(abort_groups, groups, self.device)
                 watchdog.add(log)
         return log
