@@ -168,7 +168,8 @@ class Runtime:
         """
         observe = not observed and (self._around is not None or _torch.profiling())
         for index, (move, number) in enumerate(actions):
-            unit = self.unit(number)
+            reference = self._units.get(number)
+            unit = None if reference is None else reference()
             if unit is None:
                 continue  # deleted since the scheduler decided
             try:

@@ -407,7 +407,8 @@ class Scheduler:
         """
         unit, start, end, copied = call
         record = self._records[unit]
-        self.begin_backward()
+        if not self._has_begun_backward:
+            self.begin_backward()
         if again and not copied:
             record.create_graph_phase = self.phase
         actions = self._reduce_done(beyond=end)
@@ -528,8 +529,13 @@ class Scheduler:
         actions = self._drop(record) if stale else []
         if itself and record.residency is Residency.SHARDED:
             self.stats.missed += order.has_left
-            actions += self.start_unshard(record)
-        actions += self.finish_unshard(record.number)
+            self.stats.gathers += 1
+            actions.append((Move.UNSHARD, record.number))
+            record.residency = Residency.GATHERING
+        if record.residency is Residency.GATHERING:
+            self.prefetched.pop(record.number, None)
+            record.residency = Residency.FULL
+            actions.append((Move.WAIT, record.number))
         for unit in following:
             other = self._records.get(unit)
             if other is None or not other.is_attached():
@@ -543,7 +549,9 @@ class Scheduler:
             if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
                 self.prefetched[unit] = self.phase
                 self.stats.prefetched += 1
-                actions += self.start_unshard(other)
+                self.stats.gathers += 1
+                actions.append((Move.UNSHARD, unit))
+                other.residency = Residency.GATHERING
         return actions
 
     def _drop_unused(self) -> list[Action]:

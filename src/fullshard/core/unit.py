@@ -166,10 +166,14 @@ class Unit:
         else:
             if not scheduler.running:
                 runtime.begin_outermost_forward(self, module)
-            self.check_first_use(module)
-            stale = self.stale  # also if prefetched within this forward, in which the caller may have written, as MoCo does
-            if record.residency is Residency.FULL:
-                self.uninstall()  # takes over `requires_grad`
+            if self.first_use:
+                self.check_first_use(module)
+            stale = False
+            if record.residency is not Residency.SHARDED:
+                for group in self.groups:  # also if prefetched within this forward, in which the caller may have written (MoCo)
+                    stale = stale or group.stale
+                if record.residency is Residency.FULL:
+                    self.uninstall()  # takes over `requires_grad`
             runtime.trace.append((record.number, True))
             parts = [id(one) for one in (module, *self.modules)] if self.is_list else ()
             runtime.run(scheduler.before_forward(record.number, stale=stale, parts=parts))
@@ -225,7 +229,8 @@ class Unit:
         # Parameters that stay unsharded leave the modules as well, where callers look for the sharded ones between forwards.
         if record.residency is Residency.FULL and not record.is_pinned and not record.running:
             self.uninstall()
-        runtime.run(ended.actions)
+        if ended.actions:
+            runtime.run(ended.actions)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
         if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
@@ -263,17 +268,20 @@ class Unit:
             )
         if runtime.communicator.interrupted or runtime.backward.raised:
             runtime.recover()
-        runtime.begin_backward()
+        if not runtime.backward.underway:
+            runtime.begin_backward()
         runtime.backward.units[record.number] = self
         for listener in runtime.listeners:
             listener.before_backward(call)
         stale = record.residency is not Residency.SHARDED and not call.copied and self.stale_in_backward()
         collects = call.copied or runtime.backward.collects or self._collects()
-        again = torch.is_grad_enabled()  # create_graph=True: the graph of this backward needs the parameters as well
-        with torch.no_grad():
-            runtime.run(scheduler.before_backward(call, stale=stale, again=again, collects=collects))
-        if again and not call.copied:
-            self.hook_late_grads()
+        if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
+            with torch.no_grad():
+                runtime.run(scheduler.before_backward(call, stale=stale, again=True, collects=collects))
+            if not call.copied:
+                self.hook_late_grads()
+        else:  # a block of no_grad() would cost more than the decision
+            runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
         if record.residency is Residency.FULL:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
                 group.install()
@@ -307,9 +315,11 @@ class Unit:
 
     def free_unsharded(self) -> None:
         """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
-        self.check_unmodified()
-        self.uninstall()
+        if self.exposed:
+            self.check_unmodified()
         for group in self.groups:
+            if group.installed:
+                group.uninstall()
             group.free_unsharded()
 
     def expose(self) -> None:
