@@ -27,6 +27,7 @@ from fullshard.comm.traffic import Message
 from fullshard.core.param_sharding import ShardPlacementResult
 from fullshard.errors import InternalError, StateError
 from fullshard.ext import *
+from fullshard.ext.full_params import full_params
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.recorder import record
@@ -55,7 +56,6 @@ from fullshard.policies import (
     OffloadPolicy,
     StateSharding,
 )
-from fullshard.state.full_params import full_params
 from fullshard.tools.counting import counting, stats
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.lint import lint

@@ -221,7 +221,7 @@ class StateHooks:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="load_state_dict()")
-        plain = self._unit.shows_plain  # inside full_params(), full tensors are copied into the plain Parameters
+        plain = self._unit.shown_by  # full tensors are copied into the plain Parameters
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
@@ -237,7 +237,7 @@ class StateHooks:
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
         """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
-        if self._unit is not None and not self._unit.shows_plain:
+        if self._unit is not None and not self._unit.shown_by:
             recovered(self._unit).refresh(assigned=True)
 
 

@@ -307,22 +307,6 @@ class ShardedParameter:
                 if (group := self.group()) is not None:
                     group.slots = None
 
-    def install_plain(self, plain: nn.Parameter) -> None:
-        """Register `plain`, an ordinary Parameter, in all slots until `restore`. It gets the attributes of the sharded one."""
-        plain.__dict__.update(user_attributes(self.sharded))
-        set_replacement(plain, self.sharded)
-        self.put(plain)
-
-    def restore(self, plain: nn.Parameter) -> bool:
-        """Undo `install_plain`, but keep the attributes of the plain parameter. Return False if a slot had yet another one."""
-        self.sharded.requires_grad_(plain.requires_grad)
-        for key in user_attributes(self.sharded):
-            del self.sharded.__dict__[key]
-        self.sharded.__dict__.update(user_attributes(plain))
-        found = all(slot.content is plain for slot in self.slots)
-        self.put(self.sharded)
-        return found
-
     def read_slots(self, *, assigned: bool, dtensors: bool = False) -> Tensor:
         """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
 

@@ -96,7 +96,7 @@ class Unit:
         self.moves_inputs = False
         self.output_has_graph: bool | None = None
         self.last_order: Sequence[tuple[int, bool]] = ()
-        self.shows_plain = False  # full_params() shows plain Parameters on the modules
+        self.shown_by = ""  # the call that shows plain Parameters on the modules, if one does
         # While users hold the unsharded parameters: version and address of each at first. A change of either is a write.
         self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
         self.first_use: list[FirstUse] = []  # checks that the next forward runs before it unshards, in order
@@ -147,9 +147,9 @@ class Unit:
             runtime.recover()
         if self.refused:
             raise StateError(f"The forward of unit '{self.name}' was called while {self.refused}")
-        if self.shows_plain:
+        if self.shown_by:
             raise StateError(
-                f"The forward of unit '{self.name}' was called inside full_params(), which shows its parameters to read and "
+                f"The forward of unit '{self.name}' was called inside {self.shown_by}, which shows its parameters to read and "
                 "write. Call it outside, or keep the model unsharded with resident()."
             )
         runs_outermost = record.running and scheduler.is_outermost(record.number) and not (self.is_list or self.methods)
@@ -347,7 +347,7 @@ class Unit:
     @property
     def shows_full(self) -> bool:
         """True if the modules hold unsharded parameters, so that walking the modules does not find the sharded ones."""
-        return self.shows_plain or any(group.installed for group in self.groups)
+        return bool(self.shown_by) or any(group.installed for group in self.groups)
 
     # --- shards that were written or moved ---
 
@@ -413,7 +413,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""
-        self.refuse_inside_full_params(doing="unshard()")
+        self.refuse_while_shown(doing="unshard()")
         self.runtime.communicator.wait_for_next_event()
         self.runtime.run(self.runtime.scheduler.unshard(self.number, stale=self.stale))
 
@@ -467,17 +467,17 @@ class Unit:
 
     # --- what is legal now ---
 
-    def refuse_inside_full_params(self, *, doing: str) -> None:
-        """Raise StateError inside of full_params() of the unit."""
-        if self.shows_plain:
+    def refuse_while_shown(self, *, doing: str) -> None:
+        """Raise StateError while plain Parameters are shown on the modules."""
+        if self.shown_by:
             raise StateError(
-                f"{doing} was called inside full_params() of unit '{self.name}'. Call it before or after the block."
+                f"{doing} was called inside {self.shown_by} of unit '{self.name}'. Call it before or after the block."
             )
 
     def check_idle(self, *, doing: str) -> None:
-        """Raise StateError while the unit's forward or backward is running, or inside of full_params()."""
+        """Raise StateError while the unit's forward or backward is running, or plain Parameters are shown."""
         self.runtime.recover()
-        self.refuse_inside_full_params(doing=doing)
+        self.refuse_while_shown(doing=doing)
         self.runtime.abort_if_left(self)
         if self.record.running:
             raise StateError(f"{doing} was called inside the forward of unit '{self.name}'. Call it before or after.")

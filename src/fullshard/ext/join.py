@@ -115,7 +115,7 @@ def _order_of(unit: Unit) -> Sequence[tuple[int, bool]]:
 def _refuse_illegal_join(unit: Unit, inner: Sequence[Unit]) -> None:
     """Raise StateError for a unit whose forward cannot be predicted, inside a backward, and inside full_params()."""
     for other in inner:
-        other.refuse_inside_full_params(doing="join()")
+        other.refuse_while_shown(doing="join()")
         if other.is_list:
             raise StateError(
                 f"join() of unit '{unit.name}' cannot predict unit '{other.name}': fully_shard() was called on a list of "

@@ -54,6 +54,7 @@ from fullshard.core import (
     units_of,
 )
 from fullshard.errors import StateError, warn_once
+from fullshard.ext.full_params import full_params
 from fullshard.frontend.api import PreparedShard, fully_shard
 from fullshard.frontend.module import (
     FSDPModule,
@@ -68,7 +69,6 @@ from fullshard.fsdp2.collectives import CustomCollectives, ReduceScatter
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policies import CommPolicy
 from fullshard.state.class_swap import ShardedSnapshot, from_snapshot, plain_class, to_snapshot, with_original_classes
-from fullshard.state.full_params import full_params
 from fullshard.wrap.plan import Plan
 from fullshard.wrap.whole_model import check_policy, own_dtype, plan_model, warn_about_mixtures
 
@@ -389,7 +389,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         units = units_of(self, True)
         with ExitStack() as unsharded:
-            if not any(unit.shows_plain for unit in units):
+            if not any(unit.shown_by for unit in units):
                 unsharded.enter_context(full_params(self))
                 unsharded.enter_context(with_original_classes(units))
             super().apply(fn)
@@ -448,7 +448,7 @@ class FullyShardedDataParallel(nn.Module):
             StateError: inside `summon_full_params()`.
             RuntimeError: torch's error, for names or shapes that do not match.
         """
-        if any(unit.shows_plain for unit in units_of(self, True)):
+        if any(unit.shown_by for unit in units_of(self, True)):
             raise StateError("load_state_dict() cannot run inside summon_full_params(). Call it outside of the block.")
         try:
             return super().load_state_dict(*args, **kwargs)
@@ -1035,7 +1035,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
     settings = module._state_dict_settings
     state_format = _format_of(settings, settings.state_dict_config, rows=settings.state_dict_type is state_dicts.LOCAL)
     unit: Unit | None = module._own_unit
-    if unit is not None and unit.shows_plain and state_format.kind is not state_dicts.FULL:
+    if unit is not None and unit.shown_by and state_format.kind is not state_dicts.FULL:
         raise StateError(
             f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
         )

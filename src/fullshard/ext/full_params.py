@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core import ShardedParameter, Unit, all_gather_full, units_of, write_unsharded
+from fullshard.core import ShardedParameter, Unit, all_gather_full, set_replacement, units_of, user_attributes, write_unsharded
 from fullshard.errors import StateError, check_bool
 
 
@@ -74,7 +74,7 @@ def full_params(
     installed: list[tuple[ShardedParameter, nn.Parameter, torch.Size]] = []  # with the shape at first
     has_begun, raised = False, False
     for unit in units:
-        unit.shows_plain = True
+        unit.shown_by = "full_params()"
     # The names of the calls have the options, so ranks with other options raise, and name them.
     doing = f"full_params(write={write}, rank0_only={rank0_only}, grads={grads}, dtype={dtype})"
 
@@ -94,7 +94,7 @@ def full_params(
             if grad is not None:
                 plain.grad = grad.to(dtype=plain.dtype, device=plain.device)
             installed.append((parameter, plain, plain.shape))  # before the next all-gather, which may raise
-            parameter.install_plain(plain)
+            _show(parameter, plain)
 
     try:
         with torch.no_grad():
@@ -107,10 +107,10 @@ def full_params(
         raise
     finally:
         for unit in units:
-            unit.shows_plain = False
+            unit.shown_by = ""
         with torch.no_grad():
-            # `restore` returns False if the caller assigned another Parameter inside the block.
-            assigned = [parameter.name for parameter, plain, _ in installed if not parameter.restore(plain)]
+            # `_hide` returns False if the caller assigned another Parameter inside the block.
+            assigned = [parameter.name for parameter, plain, _ in installed if not _hide(parameter, plain)]
             wrong = ""
             if assigned:
                 wrong = (
@@ -132,3 +132,22 @@ def full_params(
                     write_unsharded(parameter, plain, grad=grads)
                 for unit in units:
                     unit.refresh(assigned=True)  # shards that were on meta
+
+
+def _show(parameter: ShardedParameter, plain: nn.Parameter) -> None:
+    """Register `plain`, an ordinary Parameter, in all slots until `_hide`. It gets the attributes of the sharded one."""
+    plain.__dict__.update(user_attributes(parameter.sharded))
+    set_replacement(plain, parameter.sharded)
+    parameter.put(plain)
+
+
+def _hide(parameter: ShardedParameter, plain: nn.Parameter) -> bool:
+    """Undo `_show`, but keep the attributes of the plain parameter. Return False if a slot had yet another one."""
+    sharded = parameter.sharded
+    sharded.requires_grad_(plain.requires_grad)
+    for key in user_attributes(sharded):
+        del sharded.__dict__[key]
+    sharded.__dict__.update(user_attributes(plain))
+    found = all(slot.content is plain for slot in parameter.slots)
+    parameter.put(sharded)
+    return found
