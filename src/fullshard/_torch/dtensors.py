@@ -99,18 +99,15 @@ def parts_of(
     views: Iterable[tuple[tuple[int, ...], tuple[int, ...], int]],  # (shape, strides, offset) of each part
     origins: Iterable[Tensor | None],  # a tensor like each part at the start of a storage, as in `dtensor_like`, or None
     specs: Iterable[DTensorSpec],
-    keys: Iterable[str],  # the name of an attribute that each gradient gets, with the value `mark`
-    mark: object,  # equal for all gradients of one reduction
 ) -> list[DTensor]:
     """Return parts of `flat`, a flat gradient, as DTensors."""
     # `dtensor_like` is inlined: this loop may run for every parameter in every backward.
     made = []
-    for view, origin, spec, key in zip(views, origins, specs, keys):
+    for view, origin, spec in zip(views, origins, specs):
         local = flat.as_strided(*view)
         like = local if origin is None else origin
         part = DTensor.__new__(DTensor, like, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
         part._local_tensor = local
-        part.__dict__[key] = mark
         made.append(part)
     return made
 

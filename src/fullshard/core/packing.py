@@ -37,10 +37,7 @@ class ReductionPlan:
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
     computed: torch.dtype  # dtype of the zeros to send if this rank has no gradient of the group
-    # (shape, strides, offset) of each parameter's gradient in the flat gradient. The list object also identifies the layout:
-    # each gradient has a mark, (this list, the flat gradient), so gradients with the same mark are parts of one flat gradient.
-    views: list[tuple[tuple[int, ...], tuple[int, ...], int]]
-    keys: list[str]  # attribute of each parameter's gradient that stores this mark
+    views: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # (shape, strides, offset) of each part of the flat gradient
     dtype: torch.dtype  # dtype of `.grad`
 
     @classmethod
@@ -54,15 +51,10 @@ class ReductionPlan:
         device: torch.device,
         shard_layout: GroupLayout | None = None,
     ) -> ReductionPlan:
-        """Return the plan.
+        """Plan the reductions of a group.
 
-        Args:
-            layout: layout of the group.
-            shapes: shape of each parameter's shard.
-            dtypes: dtypes of the group.
-            in_order: whether collectives run in order on a stream, so that gradients may be reduced in slices.
-            device: device of the gradients.
-            shard_layout: layout of the flat gradient; None for `layout`.
+        `shapes`: of each parameter's shard. `in_order`: whether collectives run in order on a stream, so that gradients may be
+        reduced in slices. `shard_layout`: layout of the flat gradient; None for `layout`.
         """
         found = layout.reduction(as_is=dtypes.reduces_as_is, in_order=in_order, itemsize=dtypes.reduce.itemsize)
         segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
@@ -82,7 +74,6 @@ class ReductionPlan:
             blocks=blocks,
             computed=dtypes.compute,
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
-            keys=[f"_fullshard_flat_{index}" for index in range(len(shapes))],
             dtype=dtypes.reduced,
         )
 

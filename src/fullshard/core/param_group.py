@@ -85,10 +85,10 @@ class ParamGroup:
             shard_layout=self.shard_layout,
         )
         self.grads = GroupGradients(parameters, dtypes.kept)
-        # Whether the flat gradient is the reduce-scatter output itself.
+        # Whether the flat gradient is the reduce-scatter output itself, so that its memory is used again.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
-        # If so: what the last commit set as `.grad`, to be used again; None while a reduction has it.
+        # What the last commit set as `.grad`; None while a reduction has it.
         self.parts: GradientParts | None = None
         self.divided = ""  # text of the last reduction with `set_gradient_divide_factor`, in the log
         # Options of the last reduction, whether it deferred its second step, and the factors that follow.
@@ -557,6 +557,11 @@ class GradientParts:
         self._nbytes = flat.untyped_storage().size()
         self._inner, self._specs = [*map(_torch.local_tensor, grads)], [*map(_torch.spec_of, grads)]
         self._counts = _torch.holders(grads, self._inner, flat)
+
+    def are_set(self, parameters: Sequence[Tensor]) -> bool:
+        """Return True if `.grad` of each parameter is its part, as it was made."""
+        is_same = all(map(operator.is_, map(_grad, parameters), self.grads))
+        return is_same and _torch.are_as_made(self.grads, self._inner, self._specs)
 
     def free(self, parameters: Sequence[Tensor]) -> None:
         """Free the memory, if no `.grad` is set and nobody holds a gradient, a view of one, or its memory."""

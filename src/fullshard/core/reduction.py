@@ -92,7 +92,6 @@ class Reduction:
     Every parameter takes part, with zeros if this rank has no gradient.
 
     Attributes:
-        factors: scale factors, and the steps after the reduce-scatter.
         is_partial: whether this rank used some of the parameters only.
         reduced: whether the last collective has ended. On an accelerator it is queued, and the device may not have run it yet.
         ready: whether the flat gradient is where the shards are, as far as this rank's streams order it.
@@ -106,11 +105,8 @@ class Reduction:
     ) -> None:
         """Allocate the output, and copy packed and direct gradients into reduce-scatter inputs, on the compute stream.
 
-        Args:
-            group: the parameter group.
-            grads: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use the parameter.
-            options: the caller's options.
-            defer: leave the reduction over replicas to a later reduction of the group.
+        `grads`: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use it. With `defer`
+        the reduction over replicas is left to a later reduction of the group.
         """
         self.group = group
         known = group.factors  # of the last reduction, which had the same options, most likely
@@ -138,7 +134,7 @@ class Reduction:
         custom = group.collectives.reduce.reduce_memory  # such as symmetric memory
         # The DTensors of an earlier step over what will be the flat gradient; None to make new ones.
         self._parts: GradientParts | None = None
-        if group.parts is not None and group.parts.is_free and not self.factors.deferred:
+        if group.parts is not None and group.parts.is_free and group.reduces_in_place and not self.factors.deferred:
             self._parts, group.parts = group.parts, None
         # The reduce-scatter output, (layout.shard_numel,).
         if self._parts is not None:
@@ -270,9 +266,7 @@ class Reduction:
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        Args:
-            collectives_on_host: whether collectives run on the host. Then one wait is enough; on an accelerator the current
-                stream may be another one than in an earlier wait, so it must wait as well.
+        With `collectives_on_host` one wait is enough; on an accelerator the current stream may be another one than before.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:
@@ -290,9 +284,8 @@ class Reduction:
     def prepare_commit(self, used_somewhere: Sequence[bool] | None = None) -> bool:
         """Run the hooks (`register_hook`) on gradients that were not committed before. Return False if all were committed.
 
-        Args:
-            used_somewhere: for each parameter, whether any rank used it; None if this is unknown. Parameters that only other
-                ranks used get a gradient, too, so that all ranks agree on which parameters have one.
+        `used_somewhere`: for each parameter, whether any rank used it; None if this is unknown. Those that only other ranks used
+        get a gradient, too, so that all ranks agree on which parameters have one.
         """
         given, due = self._committed, self.used
         if used_somewhere is not None and not all(due):
@@ -324,14 +317,13 @@ class Reduction:
             if parts is None or parts.flat is not flat:
                 parts = self._make_parts()
             deque(map(setattr, group.sharded, repeat("grad"), parts.grads), maxlen=0)
-            group.parts = parts if group.reduces_in_place else None
+            group.parts = parts
             return
         total = flat_gradient(group)
-        if group.parts is not None and group.parts.flat is not total:
-            group.parts = None  # the user set other gradients
         if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
             total.add_(flat)
             return
+        group.parts = None  # the user set other gradients
         for parameter, view in zip(group.parameters, plan.views):
             new, grad = parameter.dtensor_like_shard(flat.as_strided(*view)), parameter.sharded.grad
             if grad is None:
@@ -340,18 +332,13 @@ class Reduction:
                 _add(grad, new)
 
     def _make_parts(self) -> GradientParts:
-        """Return the parts of the flat gradient as DTensors, each with a mark, (layout, flat gradient), as an attribute.
-
-        Gradients of a group that share a mark are parts of one flat gradient (`flat_gradient`). The name of the attribute
-        differs from parameter to parameter, so a gradient that the caller moved to another parameter has no mark there.
-        """
+        """Return the parts of the flat gradient as DTensors."""
         group, flat, plan = self.group, self._flat, self.group.reduction
         origins: Iterable[Tensor | None] = map(_local, group.parameters)
         specs: Iterable[Any] = map(_spec, group.parameters)
         if flat.dtype != group.dtypes.storage:
             origins, specs = repeat(None), [p.sharding.spec(flat.dtype) for p in group.parameters]
-        grads = _torch.parts_of(flat, plan.views, origins, specs, plan.keys, (plan.views, flat))
-        return GradientParts(flat, grads)
+        return GradientParts(flat, _torch.parts_of(flat, plan.views, origins, specs))
 
     def discard_gradients(self) -> str:
         """Set `.grad` of all parameters of the group to None, and return the name of their unit."""
@@ -387,18 +374,8 @@ def _add(total: Tensor, more: Tensor) -> None:
 
 
 def flat_gradient(group: ParamGroup) -> Tensor | None:
-    """Return the flat gradient, (shard_numel,), if `.grad` of every parameter is a part of it; else None.
-
-    Padding between the parameters is zero.
-    """
-    common: Any = None
-    for parameter, key in zip(group.parameters, group.reduction.keys):
-        grad = parameter.sharded.grad
-        mark = None if grad is None else grad.__dict__.get(key)
-        if mark is None or (common is not None and mark is not common):
-            return None
-        common = mark
-    return common[1] if common is not None and common[0] is group.reduction.views else None
+    """Return the flat gradient, (shard_numel,), if `.grad` of every parameter is its part; else None. Its gaps are zeros."""
+    return group.parts.flat if group.parts is not None and group.parts.are_set(group.sharded) else None
 
 
 def _hooked(parameter: ShardedParameter, local: Tensor) -> Any:
@@ -437,13 +414,9 @@ def commit_all(reductions: Sequence[Reduction]) -> None:
 
 
 def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None:
-    """Copy and cast the same slice of all ranks' chunks of a gradient to `out`. Padding and a missing gradient become zeros.
+    """Copy and cast a slice of each rank's chunk of a gradient to `out`, (ranks, part.size). Padding becomes zeros.
 
-    Args:
-        flat: the flattened gradient, or None.
-        size: elements of a chunk.
-        part: the slice of each chunk.
-        out: (ranks, part.size).
+    `flat`: the flattened gradient, or None for zeros. `size`: elements of a chunk.
     """
     if flat is None:
         out.zero_()
@@ -515,18 +488,10 @@ def pack(
     factor: float,
     in_place: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Copy and cast the gradients that are not sliced into reduce-scatter inputs.
+    """Copy and cast the gradients that are not sliced into reduce-scatter inputs, scaled by `factor`.
 
-    Args:
-        plan: layout of the inputs.
-        grads: unsharded gradient of each parameter, or None.
-        total: the reduce-scatter output, (shard_numel,).
-        memory: allocates the packed input.
-        factor: scales the inputs.
-        in_place: True to pack into the output, in a group of one rank that needs no collective.
-
-    Returns:
-        (input (ranks * size,), its output (size,), a part of `total`) of each tensor that is reduced.
+    `memory` allocates the packed input, unless it is the output itself (`in_place`), in a group of one rank. Return the input,
+    (ranks * size,), and its output, (size,), a part of `total`, of each tensor that is reduced.
     """
     layout, device = plan.layout, total.device
     messages: list[tuple[Tensor, Tensor]] = []
