@@ -95,7 +95,9 @@ def test_recomputation_without_early_stop_gathers_and_frees_as_with_it(world: Wo
     units = [module._fullshard_unit for module in (sharded, *sharded.blocks)]
     full: list[list[bool]] = []  # which units hold unsharded memory as the backward of each block ends
     for block in sharded.blocks:
-        block.register_full_backward_hook(lambda *_: full.append([unit.unsharded_memory > 0 for unit in units]))
+        block.register_full_backward_hook(
+            lambda *_: full.append([sum(group.unsharded_memory for group in unit.groups) > 0 for unit in units])
+        )
     seen = []
     for early_stop in (True, False):
         for step in range(2):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fullshard.core.scheduler import (
     _REMEMBERED_FORWARDS,
-    TRANSITIONS,
     Action,
     ForwardCall,
     Move,
@@ -18,6 +17,13 @@ from fullshard.core.scheduler import (
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.errors import InternalError
 from fullshard.policies import ZERO2, ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy
+
+TRANSITIONS = {
+    (Residency.SHARDED, Residency.GATHERING): "all-gather started",
+    (Residency.GATHERING, Residency.FULL): "all-gather waited on",
+    (Residency.GATHERING, Residency.SHARDED): "prefetched, never used",
+    (Residency.FULL, Residency.SHARDED): "compute is done",
+}
 
 
 def options_of(keep: KeepAfterForward, **comm: int | None) -> UnitOptions:

@@ -254,8 +254,7 @@ class Streams:
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
         self.next_event: object = None  # of the user: the next outermost forward or `unshard()` is ordered behind it
-        # True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over (`Recovery` in
-        # core/runtime.py).
+        # True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over.
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:

@@ -66,8 +66,8 @@ from fullshard.core.shard_values import (
     full_tensor,
     like_shard,
     replace_rows,
+    set_gradient,
     shard_of,
-    write_unsharded,
 )
 from fullshard.core.sharded_param import (
     ShardedParameter,
@@ -80,7 +80,7 @@ from fullshard.core.sharded_param import (
     user_attributes,
 )
 from fullshard.core.sharded_tensor import LOGICAL, OPERATORS, ShardedDTensor, parameter_of, restore_subclass, use_plain_dtensor
-from fullshard.core.subclasses import exact_copy, is_plain, plain_parts, take_attributes, values_of, version_of_memory
+from fullshard.core.subclasses import exact_copy, inner_tensors, is_plain, plain_parts, take_attributes
 from fullshard.core.unit import ALLOCATION, BEFORE_STATE_DICT, UNIT_CREATED, Originals, Unit
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.core.units import attach_unit, detach_unit, own_modules, recovered, require_unit, unit_of, units_below, units_of

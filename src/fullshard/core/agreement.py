@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import hashlib
 import struct
@@ -87,12 +86,6 @@ class Agreement(Ranks):
         if [axis.key] == [one.key for one in self.axes]:
             return self
         return Agreement(self._communicator, [axis], self._unit_name, self._doing, self._subject)
-
-    def over(self, groups: Iterable[dist.ProcessGroup]) -> Agreement:
-        """Return the agreement of the same call over some of its process groups."""
-        part = copy.copy(self)
-        part.groups = {group: self.groups[group] for group in groups}
-        return part
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -18,9 +18,7 @@ from fullshard.policies import Dtypes
 
 @dataclass(frozen=True, eq=False)
 class ReductionPlan:
-    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient.
-
-    It is fixed when the group is created.
+    """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient; fixed.
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed

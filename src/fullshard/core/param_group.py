@@ -108,8 +108,7 @@ class ParamGroup:
         self._trainable: list[bool] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
-        # set_keep_unsharded_storage(True): buffers keep their memory, so every step uses the same addresses.
-        self.keeps_memory = False
+        self.keeps_memory = False  # whether buffers keep it when they are freed, so that every step uses the same addresses
         # Copies of the parameters that a graph computes with (`all_gather_copy`). `handle` of each is the leaf of that graph.
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
@@ -210,12 +209,6 @@ class ParamGroup:
     def buffers(self) -> list[UnshardedBuffer]:
         """The buffers of all-gathers that exist, first the one that is gathered from the shards."""
         return [] if self._buffer is None else [self._buffer]
-
-    @property
-    def standing_memory(self) -> int:
-        """Bytes of allocated buffers that the next step does not allocate again. Read this between steps."""
-        current = self.version()
-        return sum(buffer.allocated for buffer in self.buffers if buffer.keep or buffer.version == current)
 
     @property
     def stale(self) -> bool:
@@ -331,15 +324,10 @@ class ParamGroup:
     # --- all-gather ---
 
     def start_all_gather(self, communicator: Communicator, action: str, after: Work | None = None) -> Work:
-        """Allocate the unsharded parameters on the compute stream, and start the all-gather that fills them.
+        """Allocate the unsharded parameters on the compute stream, and start the all-gather that fills them, behind `after`.
 
         Call `finish_all_gather` after the compute stream waited for the work that this returns. Raises StateError if the shards
         are on the wrong device, or the ranks diverged.
-
-        Args:
-            communicator: runs and logs the collectives.
-            action: text of the call in the log.
-            after: work on another stream that the all-gather is queued behind; None for the compute stream.
         """
         if self.parts is not None and not self.parts.is_free:  # before more memory is allocated
             self.parts.free(self.sharded)
@@ -543,11 +531,7 @@ class GradientParts:
     """The gradients of a group as parts of a flat gradient, which are used again while nobody else holds them.
 
     Creating them costs more than all else that a commit does. A reduction takes them, and its commit gives them back.
-
-    Attributes:
-        flat: the flat gradient, (shard_layout.shard_numel,).
-        grads: its parts as DTensors, in the order of the parameters.
-        is_free: whether its memory is freed, since the user let go of them.
+    `is_free`: the memory is freed, since the user let go of them.
     """
 
     __slots__ = ("_counts", "_inner", "_nbytes", "_specs", "flat", "grads", "is_free")
@@ -618,11 +602,7 @@ def group_class(shard: Tensor, axis: ShardAxis) -> type[ParamGroup]:
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
 ) -> list[tuple[Dtypes, list[int]]]:
-    """Group parameters by shard axis, dtypes, device and trainability.
-
-    Returns:
-        (dtypes, indices of the parameters) of each group, in order of first appearance.
-    """
+    """Return (dtypes, indices) of parameters that share shard axis, dtypes, device and trainability, in order."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         alone = -1 if group_class(value, parameter.sharding.axis).flat else index

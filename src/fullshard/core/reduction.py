@@ -122,8 +122,7 @@ class Reduction:
         # If a parameter has hooks or gets no gradient: the gradients to commit, as the hooks returned them, None for a
         # parameter without one. They get no mark. None instead of a list otherwise.
         self._gradients: list[Any] | None = None
-        # The last work of this reduction: the all-reduce over replicas, else the reduce-scatter.
-        self._work: Work | None = None
+        self._work: Work | None = None  # the last one: the all-reduce over replicas, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         self.used = [*map(operator.is_not, grads, repeat(None))]
         # An earlier reduction whose all-reduce over replicas was deferred; its sum is added to this one.
@@ -284,8 +283,8 @@ class Reduction:
     def prepare_commit(self, used_somewhere: Sequence[bool] | None = None) -> bool:
         """Run the hooks (`register_hook`) on gradients that were not committed before. Return False if all were committed.
 
-        `used_somewhere`: for each parameter, whether any rank used it; None if this is unknown. Those that only other ranks used
-        get a gradient, too, so that all ranks agree on which parameters have one.
+        `used_somewhere`: for each parameter, whether any rank used it; None if unknown. Those that only other ranks used get a
+        gradient, too, so that all ranks agree on which parameters have one.
         """
         given, due = self._committed, self.used
         if used_somewhere is not None and not all(due):

@@ -29,15 +29,6 @@ class Residency(enum.Enum):
     __hash__ = object.__hash__  # Enum's own hash runs in Python, and each transition needs it
 
 
-# Each method that makes a transition checks where the unit is, except after errors.
-TRANSITIONS = {
-    (Residency.SHARDED, Residency.GATHERING): "all-gather started",
-    (Residency.GATHERING, Residency.FULL): "all-gather waited on",
-    (Residency.GATHERING, Residency.SHARDED): "prefetched, never used",
-    (Residency.FULL, Residency.SHARDED): "compute is done",
-}
-
-
 class Move(enum.Enum):
     """What the runtime does with a unit."""
 
@@ -121,13 +112,6 @@ class ExecutionOrder:
 
     The run that is stored last pushes out the one that was stored longest ago, so that deleted models are forgotten. Which one
     that is depends on the order of runs alone, never on which models a rank has deleted.
-
-    >>> order = ExecutionOrder()
-    >>> [order.expect(unit) for unit in (7, 3, 5)]
-    [[], [], []]
-    >>> order.close()
-    >>> [order.expect(unit, 2) for unit in (7, 3, 5)]
-    [[3, 5], [5], []]
     """
 
     runs: dict[int, list[int]] = field(default_factory=dict)
@@ -166,19 +150,12 @@ class ExecutionOrder:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the scheduler was created.
+    """Counts since the scheduler was created."""
 
-    Attributes:
-        gathers: all-gathers of units.
-        prefetched: all-gathers that were started ahead.
-        unused: prefetched all-gathers that nothing used.
-        missed: all-gathers that were not started ahead since the units ran in another order than before.
-    """
-
-    gathers: int = 0
-    prefetched: int = 0
-    unused: int = 0
-    missed: int = 0
+    gathers: int = 0  # all-gathers of units
+    prefetched: int = 0  # of these, started ahead
+    unused: int = 0  # prefetched, and never used
+    missed: int = 0  # not started ahead, since the units ran in another order than before
 
 
 # --- the scheduler ---

@@ -62,12 +62,12 @@ def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) ->
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
     if original.grad is not None:
-        _set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
+        set_gradient(parameter, sharding.slice(sharding.grad_to_local(original.grad, name=parameter.name)))
     set_replacement(original, sharded)
     parameter.put(sharded)
 
 
-def _set_gradient(parameter: ShardedParameter, rows: Tensor) -> None:
+def set_gradient(parameter: ShardedParameter, rows: Tensor) -> None:
     """Set `.grad` of the sharded parameter to a copy of `rows`: a view would keep the whole gradient in memory."""
     local = rows.contiguous().clone().view(parameter.sharding.shard_shape)
     parameter.sharded.grad = parameter.dtensor_like_shard(local)
@@ -113,16 +113,6 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
     else:
         parameter.local.copy_(rows)
         parameter.note_write()
-
-
-def write_unsharded(parameter: ShardedParameter, full: Tensor, *, grad: bool) -> None:
-    """Copy this rank's rows of an unsharded plain tensor into the shard, and with `grad` those of its gradient into `.grad`."""
-    replace_rows(parameter, parameter.slice(full.detach()))
-    if grad and full.grad is None:
-        parameter.sharded.grad = None
-    elif grad:
-        rows = parameter.slice(full.grad)  # type: ignore[arg-type]
-        _set_gradient(parameter, rows.to(parameter.local.device, parameter.local.dtype))
 
 
 # --- out of shards ---

@@ -40,23 +40,6 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
     return inner_tensors(tensor.data if isinstance(tensor, nn.Parameter) else tensor)
 
 
-def values_of(tensor: Tensor) -> Tensor | None:
-    """Return the plain tensor that has the values of `tensor`: itself, or the only one inside of a subclass.
-
-    None for a subclass whose values are computed from several tensors, or from one of another shape or dtype.
-    """
-    found = inner_tensors(tensor)
-    fits = len(found) == 1 and found[0].shape == tensor.shape and found[0].dtype == tensor.dtype
-    return found[0] if fits and found[0].is_contiguous() else None
-
-
-def version_of_memory(tensor: Tensor) -> int:
-    """Return a number that increases with every write to `tensor`, or to a tensor inside of a subclass."""
-    if tensor.is_inference():
-        return 0  # what was made in inference mode counts no writes; the first flat shard takes its place
-    return tensor._version + (0 if type(tensor) is Tensor else sum(inner._version for inner in inner_tensors(tensor)))
-
-
 def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
     """Return a copy with equal bits, memory of its own and equal attributes.
 

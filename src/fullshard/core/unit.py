@@ -612,11 +612,6 @@ class Unit:
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.gathers_decided = True
 
-    @property
-    def unsharded_memory(self) -> int:
-        """Bytes that the unsharded parameters take in memory now."""
-        return sum(group.unsharded_memory for group in self.groups)
-
 
 def late_gradient(reference: weakref.ref[Unit], _: Tensor) -> None:
     """Enter the backward of a unit in which a gradient was accumulated although no hook on an output of the unit ran."""

@@ -14,14 +14,12 @@ import fullshard.ext.subclasses
 import fullshard.ext.two_hops
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
-from fullshard.ext.full_mesh import DataParallelMeshDims
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
 from fullshard.ext.undo import undo
 
 __all__ = [
-    "DataParallelMeshDims",
     "any_failed",
     "gathered",
     "grad",

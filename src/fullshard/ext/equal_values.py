@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -124,7 +125,14 @@ def _broadcast_over_replicas(unit: Unit) -> None:
     agreement = unit.agreement("broadcast over replicas")
     for axis, values in shards.values():
         if axis.replicas is not None and axis.replicas.ranks > 1:
-            agreement.on_axis(axis).over([axis.replicas.group]).broadcast(values)
+            _over(agreement.on_axis(axis), [axis.replicas.group]).broadcast(values)
+
+
+def _over(agreement: Agreement, groups: Iterable[dist.ProcessGroup]) -> Agreement:
+    """Return the agreement of the same call over some of its process groups."""
+    part = copy.copy(agreement)
+    part.groups = {group: agreement.groups[group] for group in groups}
+    return part
 
 
 class _Claim(NamedTuple):
@@ -175,7 +183,7 @@ def _check(claims: Sequence[_Claim], agreement: Agreement) -> None:
     groups = list(dict.fromkeys(group for one in claims for group in one.over))
     for group in groups:
         chosen = torch.tensor([group in one.over for one in claims], device=device)
-        rows[chosen] = agreement.over([group]).maximum(rows[chosen])
+        rows[chosen] = _over(agreement, [group]).maximum(rows[chosen])
     found = rows.int()
     differ = (found[:, :8] + found[:, 8:16] > 255).any(1) & (found[:, 16] == 0)
     for _ in range(2 if len(groups) > 1 else 0):  # ranks of another process group may have found a difference
@@ -195,10 +203,10 @@ def _text(claim: _Claim, number: Tensor, agreement: Agreement) -> str:
     parameter = claim.parameter
     if not claim.error:
         mine = f"rank {dist.get_rank()} has {_INITIAL[parameter][0]} of unit '{parameter.unit_name.name}'"
-        texts = agreement.over(claim.over).gather_bytes(mine.encode(), at_most=_SHOWN)
+        texts = _over(agreement, claim.over).gather_bytes(mine.encode(), at_most=_SHOWN)
         listing = "; ".join(text.decode(errors="ignore").strip() for text in texts.values())
         return f"The ranks sharded different models: {listing}. Build the same model with the same options on all ranks."
-    where = agreement.over(claim.over).who_differs(bytes(number.tolist())) or "between other ranks"
+    where = _over(agreement, claim.over).who_differs(bytes(number.tolist())) or "between other ranks"
     return f"Parameter '{parameter.name}' of unit '{parameter.unit_name.name}' differs {where}{claim.error}"
 
 

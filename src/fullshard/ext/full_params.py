@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core import ShardedParameter, Unit, all_gather_full, set_replacement, units_of, user_attributes, write_unsharded
+from fullshard.core import (
+    ShardedParameter,
+    Unit,
+    all_gather_full,
+    replace_rows,
+    set_gradient,
+    set_replacement,
+    units_of,
+    user_attributes,
+)
 from fullshard.errors import StateError, check_bool
 
 
@@ -129,7 +138,7 @@ def full_params(
                 raise StateError(wrong)
             elif has_begun and write:
                 for parameter, plain, _ in installed:
-                    write_unsharded(parameter, plain, grad=grads)
+                    _write(parameter, plain, grad=grads)
                 for unit in units:
                     unit.refresh(assigned=True)  # shards that were on meta
 
@@ -151,3 +160,13 @@ def _hide(parameter: ShardedParameter, plain: nn.Parameter) -> bool:
     found = all(slot.content is plain for slot in parameter.slots)
     parameter.put(sharded)
     return found
+
+
+def _write(parameter: ShardedParameter, full: nn.Parameter, *, grad: bool) -> None:
+    """Copy this rank's rows of a plain parameter into the shard, and with `grad` those of its gradient into `.grad`."""
+    replace_rows(parameter, parameter.slice(full.detach()))
+    if grad and full.grad is None:
+        parameter.sharded.grad = None
+    elif grad:
+        rows = parameter.slice(full.grad)  # type: ignore[arg-type]
+        set_gradient(parameter, rows.to(parameter.local.device, parameter.local.dtype))

@@ -21,11 +21,11 @@ from fullshard.core import (
     Storage,
     UnshardedBuffer,
     exact_copy,
+    inner_tensors,
     is_plain,
     register_group,
     take_attributes,
     tensor_on_storage,
-    version_of_memory,
 )
 from fullshard.errors import StateError
 from fullshard.policies import Dtypes
@@ -229,7 +229,7 @@ class ExtensionGroup(ParamGroup):
 
     def version(self) -> int:
         """Return a number that increases with every write to the shard, or to a tensor inside of it."""
-        return super().version() + version_of_memory(self.parameters[0].local)
+        return super().version() + _version_of_memory(self.parameters[0].local)
 
     def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
         """Copy the shard, without a flat shard."""
@@ -275,6 +275,13 @@ def _become(target: Tensor, source: Tensor) -> None:
     names, _ = source.__tensor_flatten__() if hasattr(source, "__tensor_flatten__") else ((), None)
     for name in names:  # a class with __slots__ has them in no dict
         setattr(target, name, getattr(source, name))
+
+
+def _version_of_memory(tensor: Tensor) -> int:
+    """Return a number that increases with every write to `tensor`, or to a tensor inside of a subclass."""
+    if tensor.is_inference():
+        return 0  # what was made in inference mode counts no writes; the first flat shard takes its place
+    return tensor._version + (0 if type(tensor) is Tensor else sum(inner._version for inner in inner_tensors(tensor)))
 
 
 register_group(ExtensionGroup)

@@ -128,7 +128,9 @@ class _Recorder:
             self._peaks = (self._state_bytes + new,) * 2
         elif self._counts_next_step:
             groups = [group for unit in units_of(self._model, True) for group in unit.groups]
-            standing = sum(group.standing_memory for group in groups)
+            buffers = [(buffer, group.version()) for group in groups for buffer in group.buffers]
+            # What the next step does not allocate again.
+            standing = sum(buffer.allocated for buffer, version in buffers if buffer.keep or buffer.version == version)
             self._counts_next_step = False
             self._state_bytes = _bytes_of(self._model, list(self._optimizers.values())) + standing
             self._watch = AllocationWatch()

@@ -9,11 +9,13 @@ import fullshard.fsdp2.state
 from fullshard.fsdp2.collectives import AllGather, Comm, ReduceScatter
 from fullshard.fsdp2.finalize import GradientReductionHandle
 from fullshard.fsdp2.forward_methods import register_fsdp_forward_method
+from fullshard.fsdp2.full_mesh import DataParallelMeshDims
 from fullshard.fsdp2.setters import share_comm_ctx
 
 __all__ = [
     "AllGather",
     "Comm",
+    "DataParallelMeshDims",
     "GradientReductionHandle",
     "ReduceScatter",
     "register_fsdp_forward_method",

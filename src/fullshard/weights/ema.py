@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
-from fullshard.core import ParamGroup, ShardedParameter, clean_name, units_of, values_of
+from fullshard.core import ParamGroup, ShardedParameter, clean_name, inner_tensors, units_of
 from fullshard.errors import StateError, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
@@ -92,7 +92,7 @@ class EMA:
         found: list[ParamGroup] = []
         for group in (group for unit in self._units for group in unit.groups):
             parameter = group.parameters[0]
-            if group.flat or values_of(parameter.local) is not None:
+            if group.flat or _values_of(parameter.local) is not None:
                 found += [group] if parameter.local.is_floating_point() else []
             elif group.trainable:
                 raise StateError(
@@ -293,5 +293,15 @@ def _flat(group: ParamGroup) -> Tensor:
 
 def _memory(tensor: Tensor) -> Tensor:
     """Return the plain tensor with the values of a weight."""
-    values = values_of(tensor.detach())
+    values = _values_of(tensor.detach())
     return tensor.detach() if values is None else values
+
+
+def _values_of(tensor: Tensor) -> Tensor | None:
+    """Return the plain tensor that has the values of `tensor`: itself, or the only one inside of a subclass.
+
+    None for a subclass whose values are computed from several tensors, or from one of another shape or dtype.
+    """
+    found = inner_tensors(tensor)
+    fits = len(found) == 1 and found[0].shape == tensor.shape and found[0].dtype == tensor.dtype
+    return found[0] if fits and found[0].is_contiguous() else None
