@@ -51,9 +51,9 @@ HOLDS: dict[str, Callable[[Any], Any]] = {
     "a detached one": lambda grad: grad.detach(),
     "a view": lambda grad: grad.to_local()[:1],
     "its memory": lambda grad: grad.to_local().untyped_storage(),
+    "a tensor by DLPack": lambda grad: torch.from_dlpack(grad.to_local()),
     "an array": lambda grad: grad.to_local().numpy(),
     "another parameter's gradient": lambda grad: setattr_of(torch.nn.Parameter(torch.zeros_like(grad)), grad),
-    "a graph": lambda grad: grad.to_local() * torch.ones((), requires_grad=True),
     "a list in a closure": lambda grad: lambda: grad,
 }
 
@@ -91,6 +91,20 @@ def test_a_gradient_that_somebody_holds_keeps_its_value_and_memory(world: World,
         square(plain(batch(step))).backward()
         assert_same_grads(model, plain)
         assert torch.equal(value_of(held), before)
+
+
+@ranks(2)
+def test_a_gradient_that_only_a_graph_holds_keeps_its_value(world: World) -> None:
+    model = sharded(world, Stack())
+    backward(world, model, 0)
+    scale = torch.ones((), dtype=torch.double, requires_grad=True)
+    product = (model.inp.weight.grad._local_tensor * scale).sum()
+    expected = product.item()
+    for step in (1, 2):
+        model.zero_grad()
+        backward(world, model, step)
+    product.backward()
+    assert scale.grad is not None and scale.grad.item() == pytest.approx(expected)
 
 
 @ranks(2)

@@ -118,11 +118,12 @@ def holders(parts: Sequence[DTensor], inner: Sequence[Tensor], flat: Tensor) -> 
     `inner`: their local tensors. While the counts are those of when only the caller referred to `parts`, they and their memory
     belong to the caller.
     """
-    # Private: the C++ reference counts. Each of the counts only increases when somebody else gets a reference.
+    # Private: the C++ reference count of the storage. References to a tensor in C++ count as one to its Python object. Each of
+    # the counts only increases when somebody else gets a reference.
     storage = flat.untyped_storage()  # one object as long as somebody has it
     return (
-        sum(map(sys.getrefcount, parts)) + sum(map(_use_count, parts)) + sum(map(len, map(vars, parts))),
-        sum(map(sys.getrefcount, inner)) + sum(map(_use_count, inner)),
+        sum(map(sys.getrefcount, parts)) + sum(map(len, map(vars, parts))),
+        sum(map(sys.getrefcount, inner)),
         sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
         sum(map(Tensor.data_ptr, inner)) - len(inner) * flat.data_ptr(),
         sum(map(_requires_grad, parts)),
@@ -138,7 +139,6 @@ def are_as_made(parts: Sequence[DTensor], inner: Sequence[Tensor], specs: Sequen
 
 
 _spec: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
-_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")

@@ -99,7 +99,7 @@ class ParamGroup:
         self.sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
-        self.installed = False  # whether they are registered on the modules
+        self.installed = self._again = False  # whether they are registered on the modules, and for a backward
         self.slots: _Slots | None = None  # the places where they are; None to look for them at the next `install`
         # What `look` found; it is due again once a parameter was changed.
         self.must_look = True
@@ -219,10 +219,11 @@ class ParamGroup:
     # Every forward and backward runs this code: it looks at all slots in C, where no interrupt comes in between, and at each
     # one only if something differs.
 
-    def install(self) -> None:
+    def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming the parameter, if the user replaced or moved a sharded one.
+        Raises StateError, naming the parameter, if the user replaced or moved a sharded one. `again`: in backward, which looks
+        at the slots only; what else the user changed is found in the next forward.
         """
         if self.installed:
             return
@@ -231,11 +232,11 @@ class ParamGroup:
             slots = self.slots = _Slots(self.parameters)
         if self.must_look:
             self.look()
-        self.installed = True  # first, so that `uninstall` undoes what an exception or interrupt breaks off
+        self.installed, self._again = True, again  # first, so that `uninstall` undoes what an interrupt breaks off
         if (
             slots.are_plain
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
-            and all(map(operator.is_, map(_torch.local_tensor, self.sharded), map(_local, self.parameters)))
+            and (again or all(map(operator.is_, map(_torch.local_tensor, self.sharded), map(_local, self.parameters))))
         ):
             deque(map(dict.__setitem__, slots.held, slots.names, slots.unsharded), maxlen=0)
             return
@@ -257,7 +258,7 @@ class ParamGroup:
         if (
             slots is not None
             and slots.are_plain
-            and self._trainable == [*map(_is_trainable, self._unsharded)]
+            and (self._again or self._trainable == [*map(_is_trainable, self._unsharded)])
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.unsharded))
         ):
             deque(map(dict.__setitem__, slots.held, slots.names, slots.sharded), maxlen=0)
@@ -330,7 +331,7 @@ class ParamGroup:
         are on the wrong device, or the ranks diverged.
         """
         if self.parts is not None and not self.parts.is_free:  # before more memory is allocated
-            self.parts.free(self.sharded)
+            self.parts.free()
         buffer = self._buffer
         if buffer is None:
             self.check_device()
@@ -547,13 +548,10 @@ class GradientParts:
         is_same = all(map(operator.is_, map(_grad, parameters), self.grads))
         return is_same and _torch.are_as_made(self.grads, self._inner, self._specs)
 
-    def free(self, parameters: Sequence[Tensor]) -> None:
-        """Free the memory, if no `.grad` is set and nobody holds a gradient, a view of one, or its memory."""
-        if any(map(operator.is_not, map(_grad, parameters), repeat(None))):
-            return
-        if not _torch.are_as_made(self.grads, self._inner, self._specs):
-            return
-        if _torch.holders(self.grads, self._inner, self.flat) == self._counts:
+    def free(self) -> None:
+        """Free the memory, if nobody holds a gradient (as a `.grad` does), a view of one, or its memory."""
+        is_whole = _torch.are_as_made(self.grads, self._inner, self._specs)
+        if is_whole and _torch.holders(self.grads, self._inner, self.flat) == self._counts:
             self.is_free = True
             self.flat.untyped_storage().resize_(0)
 

@@ -284,7 +284,7 @@ class Unit:
             runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
         if record.residency is Residency.FULL:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
-                group.install()
+                group.install(again=True)
 
     def _collects(self) -> bool:
         """Return False if the running backward reaches inputs only, as far as this unit can tell."""
