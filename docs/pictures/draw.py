@@ -18,12 +18,18 @@ from typing import Any
 
 import fullshard
 from fullshard.core.layout import DirectRule, plan_layout
-from fullshard.core.scheduler import TRANSITIONS, Action, Move, Residency, Scheduler
+from fullshard.core.scheduler import Action, Move, Residency, Scheduler
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.foresight.picture import figure_of
 from fullshard.policies import PRESETS, ZERO3, CheckPolicy, CommPolicy, MixedPrecisionPolicy, StateSharding
 
 HERE = Path(__file__).parent
+TRANSITIONS = {  # of a unit's parameters, as tests/unit/test_scheduler.py checks them
+    (Residency.SHARDED, Residency.GATHERING): "all-gather started",
+    (Residency.GATHERING, Residency.FULL): "all-gather waited on",
+    (Residency.GATHERING, Residency.SHARDED): "prefetched, never used",
+    (Residency.FULL, Residency.SHARDED): "compute is done",
+}
 UNITS = ["root", "block 1", "block 2"]
 COLORS = ["#7a8ba3", "#2f7dc1", "#e08a2c"]
 INK, PALE, PAPER = "#22303c", "#d8dee6", "#ffffff"

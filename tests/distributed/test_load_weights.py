@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fullshard
 from fullshard import _torch, counting
 from fullshard.compat import FullyShardedDataParallel
-from fullshard.core.unit import Unit
+from fullshard.weights import allocating
 from fullshard.weights.loading import load_weights
 from fullshard.weights.rules import Convert, Drop, Merge, Rename, Transpose
 from fullshard.weights.targets import tensors_of
@@ -181,7 +181,7 @@ def test_memory_that_one_rank_does_not_get_ends_the_load_on_all_ranks(world: Wor
         model = Net()
     fullshard.fully_shard(model.blocks[0], mesh=world.mesh)
     fullshard.fully_shard(model, mesh=world.mesh)
-    allocate = mock.patch.object(Unit, "allocate", side_effect=RuntimeError("no memory is left"))
+    allocate = mock.patch.object(allocating, "_allocate_like", side_effect=RuntimeError("no memory is left"))
     with allocate if world.rank else nullcontext(), pytest.raises(Exception, match="no memory is left"):
         load_weights(model, folder)
     assert all(parameter.is_meta or bool(_torch.local_part(parameter).isnan().all()) for parameter in model.parameters())

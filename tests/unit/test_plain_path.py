@@ -78,7 +78,7 @@ def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     calls, functions = (83, 59) if HONOURS_SUBCLASSES else (95, 62)  # torch 2.11 tells nothing, so groups look each time
-    assert found["calls"] <= calls and found["functions"] <= functions and found["files"] <= 12, found
+    assert found["calls"] <= calls and found["functions"] <= functions and found["files"] <= 11, found
 
 
 def main() -> None:

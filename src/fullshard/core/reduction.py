@@ -131,8 +131,7 @@ class Reduction:
             self.used = [now or then for now, then in zip(self.used, self._earlier[1])]
         self.is_partial = not all(self.used)
         custom = group.collectives.reduce.reduce_memory  # such as symmetric memory
-        # The DTensors of an earlier step over what will be the flat gradient; None to make new ones.
-        self._parts: GradientParts | None = None
+        self._parts: GradientParts | None = None  # of an earlier step, to be used again
         if group.parts is not None and group.parts.is_free and group.reduces_in_place and not self.factors.deferred:
             self._parts, group.parts = group.parts, None
         # The reduce-scatter output, (layout.shard_numel,).
@@ -306,7 +305,7 @@ class Reduction:
             for parameter, gradient in zip(group.parameters, self._gradients):
                 grad = parameter.sharded.grad
                 if grad is not None and gradient is not None:
-                    _add(grad, gradient)
+                    _torch.local_part(grad).add_(_torch.local_part(gradient))
                 elif gradient is not None:
                     parameter.sharded.grad = gradient
             return
@@ -328,7 +327,7 @@ class Reduction:
             if grad is None:
                 parameter.sharded.grad = new
             else:
-                _add(grad, new)
+                _torch.local_part(grad).add_(_torch.local_part(new))
 
     def _make_parts(self) -> GradientParts:
         """Return the parts of the flat gradient as DTensors."""
@@ -364,12 +363,6 @@ def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[i
     indices = {part.parameter for message in group.reduction.slices for part in message}
     found = ((index, grads[index]) for index in sorted(indices))
     return {index: None if grad is None else grad.contiguous().view(-1) for index, grad in found}
-
-
-def _add(total: Tensor, more: Tensor) -> None:
-    """Add `more` to `total` in place."""
-    total, more = _torch.locals_of([total, more])
-    total.add_(more)
 
 
 def flat_gradient(group: ParamGroup) -> Tensor | None:

@@ -150,12 +150,19 @@ class ExecutionOrder:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the scheduler was created."""
+    """Counts since the scheduler was created.
 
-    gathers: int = 0  # all-gathers of units
-    prefetched: int = 0  # of these, started ahead
-    unused: int = 0  # prefetched, and never used
-    missed: int = 0  # not started ahead, since the units ran in another order than before
+    Args:
+        gathers: all-gathers of units.
+        prefetched: all-gathers that were started ahead.
+        unused: prefetched all-gathers that nothing used.
+        missed: all-gathers that were not started ahead since the units ran in another order than before.
+    """
+
+    gathers: int = 0
+    prefetched: int = 0
+    unused: int = 0
+    missed: int = 0
 
 
 # --- the scheduler ---
