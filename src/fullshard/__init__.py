@@ -27,7 +27,6 @@ from fullshard.comm.traffic import Message
 from fullshard.core.param_sharding import ShardPlacementResult
 from fullshard.errors import InternalError, StateError
 from fullshard.ext import *
-from fullshard.ext.full_params import full_params
 from fullshard.foresight.calibrate import calibrate
 from fullshard.foresight.explanation import Explanation, explain
 from fullshard.foresight.recorder import record

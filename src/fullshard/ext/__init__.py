@@ -14,6 +14,7 @@ import fullshard.ext.subclasses
 import fullshard.ext.two_hops
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
+from fullshard.ext.full_params import full_params
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
 from fullshard.ext.materialize import materialize
@@ -21,6 +22,7 @@ from fullshard.ext.undo import undo
 
 __all__ = [
     "any_failed",
+    "full_params",
     "gathered",
     "grad",
     "materialize",
