@@ -101,7 +101,6 @@ __all__ = [
     "clip_grad_norm_",
     "counting",
     "explain",
-    "full_params",
     "fully_shard",
     "install",
     "installed",
