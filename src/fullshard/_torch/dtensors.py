@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,6 +129,15 @@ def holders(parts: Sequence[DTensor], inner: Sequence[Tensor], flat: Tensor) -> 
         sum(map(Tensor.data_ptr, inner)) - len(inner) * flat.data_ptr(),
         sum(map(_requires_grad, parts)),
     )
+
+
+@cache
+def counts_holders() -> bool:
+    """Return True if torch counts a `.grad` and the like as a reference to the Python object, as `holders` needs it."""
+    held, holder = torch.zeros(1), nn.Parameter(torch.zeros(1))
+    before = sys.getrefcount(held)
+    holder.grad = held
+    return sys.getrefcount(held) > before
 
 
 def are_as_made(parts: Sequence[DTensor], inner: Sequence[Tensor], specs: Sequence[DTensorSpec]) -> bool:

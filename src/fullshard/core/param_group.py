@@ -99,7 +99,7 @@ class ParamGroup:
         self.sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
-        self.installed = self._again = False  # whether they are registered on the modules, and for a backward
+        self.installed = False  # whether they are registered on the modules
         self.slots: _Slots | None = None  # the places where they are; None to look for them at the next `install`
         # What `look` found; it is due again once a parameter was changed.
         self.must_look = True
@@ -222,8 +222,8 @@ class ParamGroup:
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming the parameter, if the user replaced or moved a sharded one. `again`: in backward, which looks
-        at the slots only; what else the user changed is found in the next forward.
+        Raises StateError, naming the parameter, if the user replaced or moved a sharded one. `again`: in backward, where the
+        forward has looked for moved ones.
         """
         if self.installed:
             return
@@ -232,7 +232,7 @@ class ParamGroup:
             slots = self.slots = _Slots(self.parameters)
         if self.must_look:
             self.look()
-        self.installed, self._again = True, again  # first, so that `uninstall` undoes what an interrupt breaks off
+        self.installed = True  # first, so that `uninstall` undoes what an exception or interrupt breaks off
         if (
             slots.are_plain
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
@@ -258,7 +258,7 @@ class ParamGroup:
         if (
             slots is not None
             and slots.are_plain
-            and (self._again or self._trainable == [*map(_is_trainable, self._unsharded)])
+            and self._trainable == [*map(_is_trainable, self._unsharded)]
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.unsharded))
         ):
             deque(map(dict.__setitem__, slots.held, slots.names, slots.sharded), maxlen=0)
@@ -541,7 +541,7 @@ class GradientParts:
         self.flat, self.grads, self.is_free = flat, grads, False
         self._nbytes = flat.untyped_storage().size()
         self._inner, self._specs = [*map(_torch.local_tensor, grads)], [*map(_torch.spec_of, grads)]
-        self._counts = _torch.holders(grads, self._inner, flat)
+        self._counts = _torch.holders(grads, self._inner, flat) if _torch.counts_holders() else None
 
     def are_set(self, parameters: Sequence[Tensor]) -> bool:
         """Return True if `.grad` of each parameter is its part, as it was made."""
