@@ -15,7 +15,7 @@ from fullshard.core import PlacementFn
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.hardware import DEFAULT_GPU, Gpu, Network, network_of
-from fullshard.foresight.optimizer import Factory
+from fullshard.foresight.optimizer import Factory, optimizer_step
 from fullshard.foresight.picture import chrome_trace, figure_of, html_page
 from fullshard.foresight.question import Build, ExplainArguments, Loss, Parallelize, Recompute
 from fullshard.foresight.recorded import Recorded
@@ -238,6 +238,7 @@ def explain(
         >>> print(str(r).splitlines()[0])
         fits: 2.0 GiB of 79.1 GiB on each h100-sxm, 8 ranks
     """
+    optimizer_step.cache_clear()  # the same function may make another optimizer now
     return explain_with(ExplainArguments(**locals()))  # its fields are the arguments of this function
 
 

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from fullshard.foresight.explanation import Explanation, explain
+from fullshard.foresight.optimizer import optimizer_step
 from fullshard.foresight.question import Build, ExplainArguments
 from fullshard.foresight.space import Changes, Variants, axes_of, settings
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding, fields_only_here
@@ -239,6 +240,7 @@ def search(
         raise ValueError(f"tolerance must be from 0 to below 1, and seconds more than 0, got {tolerance!r} and {seconds!r}.")
     bound = inspect.signature(explain).bind(build, batch, **arguments)
     bound.apply_defaults()
+    optimizer_step.cache_clear()  # the same function may make another optimizer now
     return _Search(Variants(ExplainArguments(**bound.arguments)), over, budget, tolerance, seconds).find(goal)
 
 
