@@ -21,6 +21,8 @@ ENGINE = ("core", "comm", "checks", "frontend", "state")
 REFUSED = {  # without these files, what is said of a use of them
     "ext.fills": "sharded parameter 'weight' of unit '0': each shard would get the same numbers.",
     "ext.subclasses": "Parameter 'weight' cannot be sharded: expected a plain torch.Tensor, got a Hooked, which no kind of group takes.",
+    "ext.two_hops": "Expected a level over the shard dim",
+    "fsdp2.full_mesh": "Expected dp_mesh_dims=None",
 }
 BESIDE = ("ext", "fsdp2")
 FEATURES = rotation.share(sorted(name_of(path) for path in FILES if path.parent.name in BESIDE), 4)
@@ -41,6 +43,9 @@ class Hooked(torch.Tensor):
 
     def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
         return outputs[0].as_subclass(Hooked), outputs
+
+class Dims:
+    shard_names, replicate_names = ("dp",), ()
 
 def train(rank, store):
     import fullshard
@@ -63,9 +68,12 @@ def train(rank, store):
     hooked = nn.Linear(4, 4)
     hooked.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Hooked))
     refused = {}
+    shard = lambda **how: fullshard.fully_shard(nn.Identity(), **how)
     for feature, use in (
         ("ext.fills", lambda: nn.init.normal_(model[0].weight)),
         ("ext.subclasses", lambda: fullshard.fully_shard(hooked, mesh=init_device_mesh("cpu", (2,)))),
+        ("ext.two_hops", lambda: shard(mesh=init_device_mesh("cpu", (2, 1)), states=fullshard.HFSDP)),
+        ("fsdp2.full_mesh", lambda: shard(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dp_mesh_dims=Dims())),
     ):
         try:
             use()

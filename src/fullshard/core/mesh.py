@@ -220,6 +220,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: MeshDims | None = None) -> Shard
             f"Rank {dist.get_rank()} is not on the mesh of ranks {mesh.mesh.tolist()}. "
             "Call fully_shard only on the ranks of the mesh."
         )
+    if dims is not None and not NAMED_AXES:
+        raise ValueError(f"Expected dp_mesh_dims=None, got {dims}: a file is missing. Install fullshard anew.")
     if dims is not None:
         return NAMED_AXES[0](mesh, dims)
     if mesh.ndim not in (1, 2):

@@ -222,8 +222,7 @@ class ParamGroup:
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming the parameter, if the user replaced or moved a sharded one. `again`: in backward, where the
-        forward has looked for moved ones.
+        Raises StateError, naming it, if the user replaced or moved one. `again`, in backward: it looks for replaced ones only.
         """
         if self.installed:
             return

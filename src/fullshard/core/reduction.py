@@ -72,7 +72,7 @@ class ReductionFactors:
 
 
 class Reduction:
-    """One reduction of the gradients of a group.
+    """One reduction of the gradients of a group. Every parameter takes part, with zeros if this rank has no gradient.
 
     On the compute stream, when it is created:
 
@@ -88,8 +88,6 @@ class Reduction:
 
     `finish` and `finish_replicated` end the collectives: they add a sum whose reduction over replicas was deferred, call the
     caller's hook, cast to the grad dtype, and copy to host memory. A commit sets `.grad`.
-
-    Every parameter takes part, with zeros if this rank has no gradient.
 
     Attributes:
         is_partial: whether this rank used some of the parameters only.
@@ -309,7 +307,6 @@ class Reduction:
                 elif gradient is not None:
                     parameter.sharded.grad = gradient
             return
-        plan = group.reduction
         if not any(map(operator.is_not, map(_grad, group.sharded), repeat(None))):
             parts = self._parts
             if parts is None or parts.flat is not flat:
@@ -322,7 +319,7 @@ class Reduction:
             total.add_(flat)
             return
         group.parts = None  # the user set other gradients
-        for parameter, view in zip(group.parameters, plan.views):
+        for parameter, view in zip(group.parameters, group.reduction.views):
             new, grad = parameter.dtensor_like_shard(flat.as_strided(*view)), parameter.sharded.grad
             if grad is None:
                 parameter.sharded.grad = new

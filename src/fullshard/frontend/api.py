@@ -189,6 +189,8 @@ class PreparedShard:
                 raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}.")
         self._mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         self._axis, self._placement_fn = resolve_mesh(mesh, dp_mesh_dims), shard_placement_fn
+        if states.shards_over_replicas and not CHECK_LEVEL:
+            raise ValueError(f"Expected a level over the shard dim, got {states}: a file is missing. Install fullshard anew.")
         for check in CHECK_LEVEL:
             check(states, self._axis, dp_mesh_dims)
         keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, self._axis.ranks, states)
