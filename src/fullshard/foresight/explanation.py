@@ -15,12 +15,12 @@ from fullshard.core import PlacementFn
 from fullshard.foresight.comparison import Comparison, compare
 from fullshard.foresight.facts import StepEstimate
 from fullshard.foresight.hardware import DEFAULT_GPU, Gpu, Network, network_of
-from fullshard.foresight.optimizer import Factory, optimizer_step
+from fullshard.foresight.optimizer import Factory
 from fullshard.foresight.picture import chrome_trace, figure_of, html_page
 from fullshard.foresight.question import Build, ExplainArguments, Loss, Parallelize, Recompute
 from fullshard.foresight.recorded import Recorded
 from fullshard.foresight.report import figures, report
-from fullshard.foresight.setup import TracedModel, setting_of, trace_model
+from fullshard.foresight.setup import TracedModel, forget_optimizer_steps, setting_of, trace_model
 from fullshard.foresight.simulate import Engine, simulate
 from fullshard.foresight.trace import Footprint
 from fullshard.frontend.api import gc_paused
@@ -238,7 +238,7 @@ def explain(
         >>> print(str(r).splitlines()[0])
         fits: 2.0 GiB of 79.1 GiB on each h100-sxm, 8 ranks
     """
-    optimizer_step.cache_clear()  # the same function may make another optimizer now
+    forget_optimizer_steps()
     return explain_with(ExplainArguments(**locals()))  # its fields are the arguments of this function
 
 

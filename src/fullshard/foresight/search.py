@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import Any, Literal, get_args
 
 from fullshard.foresight.explanation import Explanation, explain
-from fullshard.foresight.optimizer import optimizer_step
 from fullshard.foresight.question import Build, ExplainArguments
+from fullshard.foresight.setup import forget_optimizer_steps
 from fullshard.foresight.space import Changes, Variants, axes_of, settings
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, StateSharding, fields_only_here
 from fullshard.wrap.plan import Plan
@@ -240,7 +240,7 @@ def search(
         raise ValueError(f"tolerance must be from 0 to below 1, and seconds more than 0, got {tolerance!r} and {seconds!r}.")
     bound = inspect.signature(explain).bind(build, batch, **arguments)
     bound.apply_defaults()
-    optimizer_step.cache_clear()  # the same function may make another optimizer now
+    forget_optimizer_steps()
     return _Search(Variants(ExplainArguments(**bound.arguments)), over, budget, tolerance, seconds).find(goal)
 
 

@@ -123,6 +123,12 @@ def _muon_step(shards: tuple[LocalShard, ...], taken: frozenset[str], *, acceler
     return replace(adamw, states=(*muon.states, *adamw.states), owners=muon)
 
 
+def forget_optimizer_steps() -> None:
+    """Trace optimizers anew from here on: the same function may make another optimizer, and owners may be planned otherwise."""
+    optimizer_step.cache_clear()
+    _muon_step.cache_clear()
+
+
 def trace_model(arguments: ExplainArguments) -> TracedModel:
     """Build the model on meta, plan its units, and trace one step.
 
@@ -536,4 +542,4 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
     )
 
 
-__all__ = ["TracedModel", "batch_size_of", "setting_of", "tensors_of", "trace_model"]
+__all__ = ["TracedModel", "batch_size_of", "forget_optimizer_steps", "setting_of", "tensors_of", "trace_model"]
