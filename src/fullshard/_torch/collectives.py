@@ -60,17 +60,13 @@ def all_gather_coalesced(group: dist.ProcessGroup, outs: Sequence[Tensor], shard
     return partial(getattr(group, _ALL_GATHER_COALESCED), outs, shards, _GATHER)
 
 
-def reduce_scatter_base(group: dist.ProcessGroup, out: Tensor, full: Tensor, *, average: bool = False) -> Started:
-    if out.is_complex():
-        out, full = _real(out), _real(full)
-    return getattr(group, _REDUCE_SCATTER)(out, full, _AVERAGE if average else _SUM)
-
-
-def reduce_scatter_coalesced(
-    group: dist.ProcessGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor], *, average: bool = False
-) -> Started:
+def reduce_scatter(group: dist.ProcessGroup, average: bool, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> Started:
+    if outs[0].is_complex():
+        outs, fulls = [*map(_real, outs)], [*map(_real, fulls)]
     how = _AVERAGE if average else _SUM
-    return getattr(group, _REDUCE_SCATTER_COALESCED)([_real(out) for out in outs], [_real(full) for full in fulls], how)
+    if len(outs) == 1:
+        return getattr(group, _REDUCE_SCATTER)(outs[0], fulls[0], how)
+    return getattr(group, _REDUCE_SCATTER_COALESCED)(outs, fulls, how)
 
 
 def all_reduce_sum(group: dist.ProcessGroup, tensor: Tensor) -> Started:

@@ -120,7 +120,12 @@ def scale(tensors: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
 
-def chunk_cat(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Copy chunk r of each tensor to `out[r]`, cast and padded with zeros. Chunks are along dim 0, `len(out)` per tensor."""
+def chunk_cat(tensors: Sequence[Tensor], chunks: int) -> Tensor:
+    """Return (chunks, numel): chunk r of each tensor, along dim 0, in row r, padded with zeros."""
     # Private: `_chunk_cat`, the fused copy-in of FSDP2's reduce-scatter: padding, copy and cast in one kernel.
+    return torch._chunk_cat(tensors, 0, chunks)  # type: ignore[arg-type]
+
+
+def chunk_cat_into(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Write `chunk_cat(tensors, len(out))`, cast, to `out`."""
     torch._chunk_cat(tensors, 0, out.shape[0], out=out)  # type: ignore[arg-type]

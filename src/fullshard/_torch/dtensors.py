@@ -126,7 +126,6 @@ def holders(parts: Sequence[DTensor], inner: Sequence[Tensor], flat: Tensor) -> 
         sum(map(sys.getrefcount, parts)) + sum(map(len, map(vars, parts))),
         sum(map(sys.getrefcount, inner)),
         sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
-        sum(map(Tensor.data_ptr, inner)) - len(inner) * flat.data_ptr(),
         sum(map(_requires_grad, parts)),
     )
 

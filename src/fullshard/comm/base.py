@@ -63,6 +63,7 @@ class Collectives(Protocol):
             directly into it. Default False.
         gather_memory: allocates the output of an all-gather of all parameters as one message. Default None: any memory.
         reduce_memory: allocates the input of a reduce-scatter. Default None: any memory.
+        reducer: prepares reduce-scatters of one `scale`: returns a function of `outs` and `fulls`, or None. Default None.
     """
 
     ranks: int

@@ -49,18 +49,21 @@ class CoalescedCollectives:
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
         """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
-        average = self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
-        group = self._group
-        started: Started
-        if len(outs) == 1:
-            started = _torch.reduce_scatter_base(group, outs[0], fulls[0], average=average)
-        elif self._stages:
-            started = _all_of([_torch.reduce_scatter_base(group, *pair, average=average) for pair in zip(outs, fulls)])
-        else:
-            started = _torch.reduce_scatter_coalesced(group, outs, fulls, average=average)
-        if average or scale == 1.0:
-            return started
-        return StartedWork(() if started is None else (started,), partial(_torch.scale, outs, scale))
+        start = partial(_torch.reduce_scatter, self._group, self._has_mean(scale))
+        calls = [([out], [full]) for out, full in zip(outs, fulls)] if self._stages else [(outs, fulls)]
+        started = _all_of([start(*call) for call in calls])
+        if not self._has_mean(scale) and scale != 1.0:
+            started.then = partial(_torch.scale, outs, scale)
+        return started
+
+    def reducer(self, scale: float) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Started] | None:
+        """Prepare reduce-scatters of `outs` and `fulls` in one call, which the backend scales itself; None if it cannot."""
+        if self._stages or not (self._has_mean(scale) or scale == 1.0):
+            return None
+        return partial(_torch.reduce_scatter, self._group, self._has_mean(scale))
+
+    def _has_mean(self, scale: float) -> bool:
+        return self._averages and scale == 1.0 / self.ranks  # ReduceOp.AVG has exactly this factor
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> Started:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""

@@ -52,7 +52,7 @@ from fullshard.core.mesh import (
     unpickled_axis,
 )
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
-from fullshard.core.packing import ReductionPlan
+from fullshard.core.packing import ReductionPlan, casts_whole
 from fullshard.core.param_group import ParamGroup, group_class, register_group
 from fullshard.core.param_sharding import CHECK_LEVEL, CHOOSE_AXIS, ParamSharding, PlacementFn
 from fullshard.core.reducer import Listener

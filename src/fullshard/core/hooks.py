@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,8 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields:
         if isinstance(value, PackedSequence):
             del parts["batch_sizes"]  # which must stay on the CPU
     elif isinstance(value, (list, tuple)):
-        parts = dict(enumerate(value))
+        mapped = [map_tensors(part, fn, dataclass_fields=dataclass_fields) for part in value]
+        return value if all(map(operator.is_, mapped, value)) else type(value)(mapped)
     elif isinstance(value, dict):
         parts = value
     elif dataclass_fields and dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -46,8 +48,6 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields:
         return value
     if hasattr(value, "_asdict"):
         return value._replace(**changed)
-    if isinstance(value, (list, tuple)):
-        return type(value)(list(changed.values()))
     made = copy.copy(value)
     for key, part in changed.items():
         if isinstance(value, dict):  # not update(): some mappings forbid it

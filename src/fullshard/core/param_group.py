@@ -32,6 +32,7 @@ from fullshard.policies import Dtypes
 _is_trainable: Callable[[Any], bool] = operator.attrgetter("requires_grad")
 _grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
 _local: Callable[[ShardedParameter], Tensor] = operator.attrgetter("local")
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 class ParamGroup:
@@ -167,10 +168,7 @@ class ParamGroup:
 
     def version(self) -> int:
         """Return a number that increases with every write to a shard that can be seen."""
-        version = self.writes
-        for counter in self._counters:
-            version += counter._version
-        return version
+        return sum(map(_version, self._counters), self.writes)
 
     # --- properties ---
 

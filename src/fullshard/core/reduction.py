@@ -42,6 +42,8 @@ class ReductionFactors:
     deferred: bool  # whether the reduction over replicas is left to a later one
     has_second_step: bool  # on the all-reduce stream: the reduction over replicas, or the hook
     hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
+    # The reduce-scatter, if the backend prepared it for `scale`.
+    prepared: Callable[[Sequence[Tensor], Sequence[Tensor]], Started] | None
 
     @classmethod
     def of(cls, group: ParamGroup, options: ReduceOptions, *, defer: bool) -> ReductionFactors:
@@ -60,14 +62,17 @@ class ReductionFactors:
         hook = options.hook
         if hook is not None and options.hook_stream is not None:
             hook = partial(_torch.on_stream, options.hook_stream, hook)
+        scale = 1.0 if half or options.force_sum else 1.0 / divide
+        prepare = getattr(group.collectives.reduce.inner, "reducer", None)
         return cls(
             first=1.0 / before,
-            scale=1.0 if half or options.force_sum else 1.0 / divide,
+            scale=scale,
             last=before / divide if half or options.force_sum else 1.0,
             replicas=None if deferred else replicas,
             deferred=deferred,
             has_second_step=not deferred and (replicas is not None or hook is not None),
             hook=hook,
+            prepared=None if prepare is None else prepare(scale),
         )
 
 
@@ -144,7 +149,7 @@ class Reduction:
             group.reduction,
             grads,
             self.reduced_shard,
-            custom or torch.empty,
+            custom,
             factor=self.factors.first,
             in_place=group.layout.ranks == 1 and group.collectives.reduce.in_place,
         )
@@ -176,10 +181,12 @@ class Reduction:
         if not self._inputs:
             return StartedWork()
         inputs, outputs = zip(*self._inputs)
-        collectives = self.group.collectives.reduce
-        is_observed = self.group.collectives.traffic.listeners or _torch.profiling()
-        reduce_scatter = collectives.reduce_scatter if is_observed else collectives.inner.reduce_scatter
-        return reduce_scatter(outputs, inputs, self.factors.scale)
+        collectives, factors = self.group.collectives.reduce, self.factors
+        if self.group.collectives.traffic.listeners or _torch.profiling():
+            return collectives.reduce_scatter(outputs, inputs, factors.scale)
+        if factors.prepared is not None:
+            return factors.prepared(outputs, inputs)
+        return collectives.inner.reduce_scatter(outputs, inputs, factors.scale)
 
     def _start_slices(self) -> Started:
         """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""
@@ -441,7 +448,7 @@ def _copy_packed(plan: ReductionPlan, grads: Sequence[Tensor | None], message: T
             _copy_blocks(grad, place, parts[-1])
         else:
             parts.append(grad.contiguous())
-    _torch.chunk_cat(parts, message)
+    _torch.chunk_cat_into(parts, message)
 
 
 def _copy_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
@@ -472,29 +479,33 @@ def pack(
     plan: ReductionPlan,
     grads: Sequence[Tensor | None],
     total: Tensor,
-    memory: Allocate,
+    memory: Allocate | None,
     *,
     factor: float,
     in_place: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """Copy and cast the gradients that are not sliced into reduce-scatter inputs, scaled by `factor`.
 
-    `memory` allocates the packed input, unless it is the output itself (`in_place`), in a group of one rank. Return the input,
-    (ranks * size,), and its output, (size,), a part of `total`, of each tensor that is reduced.
+    `memory` allocates the packed input (None: torch does), unless it is the output itself (`in_place`), in a group of one rank.
+    Return the input, (ranks * size,), and its output, (size,), a part of `total`, of each tensor that is reduced.
     """
     layout, device = plan.layout, total.device
     messages: list[tuple[Tensor, Tensor]] = []
     if plan.numel:
-        numel = layout.ranks * plan.numel
-        # in place, the packed gradients are the sum already
-        message = total[:numel] if in_place else memory((numel,), dtype=total.dtype, device=device)
-        rows = message.view(layout.ranks, -1)
         picked = [] if plan.pick is None else plan.pick([*grads, *plan.gaps])
         dtypes = {*map(getattr, picked, repeat("dtype"), repeat(None))}  # None if a gradient is missing
-        if len(dtypes) == 1 and None not in dtypes:
-            _torch.chunk_cat(picked, rows)
+        is_uniform = len(dtypes) == 1 and None not in dtypes
+        if is_uniform and plan.casts_whole and memory is None and not in_place:
+            message = _torch.chunk_cat(picked, layout.ranks).to(total.dtype).view(-1)
         else:
-            _copy_packed(plan, grads, rows)
+            numel = layout.ranks * plan.numel
+            # in place, the packed gradients are the sum already
+            message = total[:numel] if in_place else (memory or torch.empty)((numel,), dtype=total.dtype, device=device)
+            rows = message.view(layout.ranks, -1)
+            if is_uniform:
+                _torch.chunk_cat_into(picked, rows)
+            else:
+                _copy_packed(plan, grads, rows)
         if factor != 1.0:
             message.mul_(factor)
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

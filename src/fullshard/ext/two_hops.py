@@ -257,7 +257,7 @@ class TwoHopGroup(ParamGroup):
         """Start the reduce-scatter of the sum over shards, which has the layout of the inner shard, over the replicas."""
         ranks, places = self.shard_layout.ranks, self.shard_layout.offsets
         parts = [reduced[ranks * place.offset :][: prod(place.shape)].view(place.shape) for place in places]
-        inputs, outputs = zip(*pack(self._scatter, parts, total, torch.empty, factor=1.0, in_place=False))
+        inputs, outputs = zip(*pack(self._scatter, parts, total, None, factor=1.0, in_place=False))
         started = replicas.reduce_scatter(outputs, inputs, 1.0)
         # The inputs are kept until the reduce-scatter completed.
         return StartedWork(() if started is None else (started,), [inputs].clear)

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, UnitOptions
+from fullshard.core import Bucket, GroupLayout, Message, ReductionLayout, StartedWork, UnitOptions, casts_whole
 from fullshard.foresight.ledger import Category, Ledger
 from fullshard.foresight.program import Program
 from fullshard.policies import CPUOffloadPolicy, Dtypes
@@ -251,13 +251,21 @@ class SimulatedReduction:
         self._held: list[int] = []  # inputs of the reduce-scatter, freed when it completes
         self._sizes: list[int] = []  # their numbers of elements
         if packed is not None:
-            numel = plan.layout.ranks * packed.size
+            numel, alone = plan.layout.ranks * packed.size, plan.layout.ranks == 1
             self._sizes.append(numel)
-            if plan.layout.ranks > 1:  # one rank packs straight into the output
-                self._held.append(group.allocate(numel * itemsize, "staging"))
             fillers = self._allocate_fillers(packed, grads, dtype)
+            whole = -1
+            if (
+                not (fillers or alone)
+                and casts_whole(numel, plan.dtypes, on_cpu=not plan.accelerator)
+                and dtype != plan.dtypes.reduce
+            ):
+                whole = group.allocate(numel * dtype.itemsize, "staging")
+            if not alone:  # one rank packs straight into the output
+                self._held.append(group.allocate(numel * itemsize, "staging"))
+            group.ledger.free(whole)
             if not plan.accelerator:
-                self._chunk_cat_on_cpu(packed, dtype)
+                self._chunk_cat_on_cpu(packed, dtype, casts=whole < 0)
             group.copy(numel * (dtype.itemsize + itemsize))
             group.ledger.free_all(fillers)
         for index in plan.reduction.direct:
@@ -294,10 +302,10 @@ class SimulatedReduction:
                 numels.append(self.group.numel(index))
         return [self.group.allocate(numel * dtype.itemsize, "staging") for numel in numels]
 
-    def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype) -> None:
+    def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype, *, casts: bool) -> None:
         """Allocate and free the temporaries of torch._chunk_cat on the CPU.
 
-        It pads all uneven tensors by copies, and casts the tensors one after the other through a copy. The copies of permuted
+        It pads all uneven tensors by copies, and `casts` the tensors one after the other through a copy. The copies of permuted
         ones are of `_allocate_fillers`.
         """
         group, layout = self.group, self.plan.layout
@@ -307,7 +315,7 @@ class SimulatedReduction:
             for index, nbytes in sizes
             if index >= 0 and layout.is_chunked(index) and not layout.is_even(index)
         ]
-        for _, nbytes in sizes if dtype != self.plan.dtypes.reduce else ():
+        for _, nbytes in sizes if casts and dtype != self.plan.dtypes.reduce else ():
             group.ledger.free(group.allocate(nbytes, "staging"))
         for block in padded:
             group.ledger.free(block)
