@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fullshard
 from fullshard.core.layout import ALIGN_BYTES, MIB, DirectRule, Extent, GroupLayout, plan_layout, slices, staging_limit
-from fullshard.core.unsharded_buffer import copy_out_steps
+from fullshard.core.unsharded_buffer import copy_out_of
 from fullshard.ext.two_hops import in_two_hops
 
 shapes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
@@ -94,8 +94,7 @@ def test_two_hops_gather_what_one_does(
                 full[hop.ranks * bucket.offset :][: len(messages)] = messages
             else:
                 staging = messages
-        for copy in copy_out_steps(hop, full, staging):
-            copy()
+        copy_out_of(hop, full, staging)()
         return full
 
     hops = [in_two_hops(layout, inner, outer, rank=rank) for rank in range(inner)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,14 +99,3 @@ def exchange(
         works.extend(chain(receiving, sending))
     finally:
         torch._C._autograd._enable_record_function(True)
-
-
-def is_done(work: Any) -> bool:
-    """Return True if a collective has completed. `work` has `is_completed`, as torch's has."""
-    # Not every backend updates `is_completed`. The future of the work, if the backend has futures, is up to date.
-    if work.is_completed():
-        return True
-    try:
-        return work.get_future().done()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False

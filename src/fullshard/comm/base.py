@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard import _torch
-
 
 @dataclass(slots=True)
 class StartedWork:
@@ -20,13 +18,10 @@ class StartedWork:
     Args:
         works: objects with `wait()`, such as torch.distributed.Work.
         then: called after all works have been waited for; a copy or a multiplication, for example.
-        unpollable: True if polling is useless, because `is_completed()` of these works never returns True. Polling gloo's
-            messages would cost 25 us each time.
     """
 
     works: Sequence[Any] = ()
     then: Callable[[], None] | None = None
-    unpollable: bool = False
 
     def wait(self) -> None:
         """Order the current stream behind the works, and complete the collective."""
@@ -34,14 +29,6 @@ class StartedWork:
             work.wait()
         if self.then is not None:
             self.then()
-
-    def is_completed(self) -> bool:
-        """Return True if all works have completed.
-
-        Returns:
-            False also if they cannot be polled.
-        """
-        return not self.unpollable and all(map(_torch.is_done, self.works))
 
 
 Started: TypeAlias = StartedWork | dist.Work | None

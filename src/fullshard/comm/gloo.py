@@ -135,7 +135,7 @@ class GlooCollectives:
             messages = self._exchange(self._next_tag(), receives, sends)
             for chunk, shard in copies:  # after the messages are started, so that copies and messages overlap
                 chunk.copy_(shard)
-            return StartedWork((messages,), unpollable=True)
+            return StartedWork((messages,))
 
         return gather
 
@@ -148,7 +148,7 @@ class GlooCollectives:
         sends = [(leaving[peer], peer) for peer in self._others if leaving[peer].numel()]
         messages = self._exchange(self._next_tag(), receives, sends)
         arriving[rank].copy_(leaving[rank])
-        return StartedWork((messages,), unpollable=True)
+        return StartedWork((messages,))
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Start a reduce-scatter: exchange chunks, and sum them when the work is waited for."""
@@ -170,7 +170,7 @@ class GlooCollectives:
                 torch._foreach_mul_(list(outs), scale)
             received.clear()  # frees the chunks now, since the work may outlive this call
 
-        return StartedWork((messages,), add, unpollable=True)
+        return StartedWork((messages,), add)
 
     def _reduce_scatter_pair(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
         """Reduce-scatter for two ranks: exchange halves, and add and scale them in as few passes over memory as possible."""
@@ -187,7 +187,7 @@ class GlooCollectives:
             received.clear()
             halves.clear()
 
-        return StartedWork((messages,), add, unpollable=True)
+        return StartedWork((messages,), add)
 
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), in place.
@@ -208,7 +208,7 @@ class GlooCollectives:
             self._exchange(tag + 1, receives, sends).wait()
             tensor.copy_(padded[:numel])
 
-        return StartedWork((scattered,), all_gather, unpollable=True)
+        return StartedWork((scattered,), all_gather)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (maximum). Many ranks take log2(ranks) stages, all but the first in the wait for the first.
@@ -241,7 +241,7 @@ class GlooCollectives:
                 torch.maximum(tensor, theirs, out=tensor)
             alive.clear()
 
-        return StartedWork((messages,), run_further_stages, unpollable=True)
+        return StartedWork((messages,), run_further_stages)
 
     def _all_exchange(self, tensor: Tensor, merge: Callable[..., Tensor]) -> StartedWork:
         """All-reduce by exchanging whole tensors, for two ranks or little data."""
@@ -258,7 +258,7 @@ class GlooCollectives:
             for rank in range(1, self.ranks):
                 merge(tensor, parts[rank], out=tensor)
 
-        return StartedWork((messages,), merge_all, unpollable=True)
+        return StartedWork((messages,), merge_all)
 
 
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:

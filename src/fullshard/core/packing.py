@@ -15,8 +15,6 @@ from fullshard import _torch
 from fullshard.core.layout import GroupLayout, Segment, Slice
 from fullshard.policies import Dtypes
 
-WHOLE_CAST_BYTES = 1 << 20  # memory that a cast of all packed gradients of a group may take on the CPU
-
 
 @dataclass(frozen=True, eq=False)
 class ReductionPlan:
@@ -37,7 +35,6 @@ class ReductionPlan:
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
     casts_whole: bool  # whether what is packed is concatenated first and then cast as a whole, or needs no cast
-    computed: torch.dtype  # dtype of the zeros to send if this rank has no gradient of the group
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # (shape, strides, offset) of each part of the flat gradient
     dtype: torch.dtype  # dtype of `.grad`
 
@@ -76,7 +73,6 @@ class ReductionPlan:
             casts_whole=casts_whole(
                 0 if found.packed is None else layout.ranks * found.packed.size, dtypes, on_cpu=device.type == "cpu"
             ),
-            computed=dtypes.compute,
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
             dtype=dtypes.reduced,
         )
@@ -85,9 +81,9 @@ class ReductionPlan:
 def casts_whole(numel: int, dtypes: Dtypes, *, on_cpu: bool) -> bool:
     """Return True if a packed input of so many elements is concatenated before it is cast, or needs no cast.
 
-    On the CPU, a cast inside of the concatenation takes a copy of each tensor, and more time than all else of a small unit.
+    On the CPU, a cast of each tensor takes more time than all else of a small unit, and one of all of them at most 1 MiB.
     """
-    return dtypes.compute == dtypes.reduce or (on_cpu and numel * dtypes.compute.itemsize <= WHOLE_CAST_BYTES)
+    return dtypes.compute == dtypes.reduce or (on_cpu and numel * dtypes.compute.itemsize <= 1 << 20)
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -181,12 +181,11 @@ class Reduction:
         if not self._inputs:
             return StartedWork()
         inputs, outputs = zip(*self._inputs)
-        collectives, factors = self.group.collectives.reduce, self.factors
-        if self.group.collectives.traffic.listeners or _torch.profiling():
-            return collectives.reduce_scatter(outputs, inputs, factors.scale)
-        if factors.prepared is not None:
-            return factors.prepared(outputs, inputs)
-        return collectives.inner.reduce_scatter(outputs, inputs, factors.scale)
+        collectives, is_observed = self.group.collectives, self.group.collectives.traffic.listeners or _torch.profiling()
+        if self.factors.prepared is not None and not is_observed:
+            return self.factors.prepared(outputs, inputs)
+        reduce = collectives.reduce if is_observed else collectives.reduce.inner
+        return reduce.reduce_scatter(outputs, inputs, self.factors.scale)
 
     def _start_slices(self) -> Started:
         """Start one reduce-scatter after the other for the slices. The first one includes the packed and direct gradients."""
@@ -426,33 +425,11 @@ def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None
         out[whole, : rest.numel()].copy_(rest)
 
 
-def _copy_packed(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy and cast the packed gradients into their input, (ranks, numel), where they are no plain tensors of one dtype."""
-    present = [grads[segment.parameter] for segment in plan.packed if segment.parameter >= 0]
-    dtypes = {grad.dtype for grad in present if grad is not None} or {plan.computed}
-    # chunk_cat needs one dtype, but some kernels return the gradients of norms in float32. Casting all gradients first would
-    # take memory for a second copy, so they are copied and cast one by one.
-    if len(dtypes) > 1:
-        return _copy_one_by_one(plan, grads, message)
-    (dtype,), ranks, parts, gaps = dtypes, plan.layout.ranks, list[Tensor](), iter(plan.gaps)
-    for segment in plan.packed:
-        if segment.parameter < 0:
-            parts.append(next(gaps).to(dtype))
-            continue
-        grad, place = grads[segment.parameter], plan.layout.offsets[segment.parameter]
-        if grad is None:
-            shape = (ranks, segment.size) if segment.parameter in plan.blocks else place.shape
-            parts.append(torch.zeros(shape, dtype=dtype, device=message.device))
-        elif segment.parameter in plan.blocks:  # chunk_cat would chunk it otherwise
-            parts.append(torch.empty(ranks, segment.size, dtype=dtype, device=message.device))
-            _copy_blocks(grad, place, parts[-1])
-        else:
-            parts.append(grad.contiguous())
-    _torch.chunk_cat_into(parts, message)
-
-
 def _copy_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy and cast gradients of several dtypes into the packed input (ranks, numel), one after the other."""
+    """Copy and cast gradients into the packed input, (ranks, numel), where one is missing, or permuted, or has another dtype.
+
+    Some kernels return the gradients of norms in float32. To cast all of them first would take memory for a second copy.
+    """
     column = 0
     for segment in plan.packed:
         out = message[:, column : column + segment.size]
@@ -505,7 +482,7 @@ def pack(
             if is_uniform:
                 _torch.chunk_cat_into(picked, rows)
             else:
-                _copy_packed(plan, grads, rows)
+                _copy_one_by_one(plan, grads, rows)
         if factor != 1.0:
             message.mul_(factor)
         messages.append((message, total if plan.numel == layout.shard_numel else total[: plan.numel]))

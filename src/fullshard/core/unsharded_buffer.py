@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fullshard.comm.base import Started, StartedWork
+from fullshard.comm.streams import nothing
 from fullshard.comm.traffic import ObservedCollectives, TrafficCounter
 from fullshard.core.layout import DirectRule, Extent, GroupLayout, ParamOffsets
 from fullshard.policies import Dtypes, MixedPrecisionPolicy
@@ -71,11 +73,11 @@ def tensor_on_storage(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor
     return empty.set_(flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
 
 
-Step = Callable[[], object]
+Step = Callable[[], Any]
 
 
-def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[Step]:
-    """Return the copy-out: steps that copy the packed all-gather output to the parameters' regions of the buffer.
+def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
+    """Return the copy-out, which copies the packed all-gather output to the parameters' regions of the buffer.
 
     Dim-0 parameters need one call, parameters sharded along other dims a second one. On the CPU, where the call copies one
     region after the other, neighbors of equal size are copied as one. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
@@ -85,7 +87,7 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
     permuted: list[Tensor] = []
     blocks: list[Tensor] = []
     if layout.packed is None or not staging.numel():
-        return []
+        return nothing
     ranks, packed, column = layout.ranks, staging.view(layout.ranks, -1), 0
     for segment in layout.packed.segments:
         place = layout.offsets[segment.parameter] if segment.parameter >= 0 else None
@@ -106,7 +108,12 @@ def copy_out_steps(layout: GroupLayout, flat: Tensor, staging: Tensor) -> list[S
         steps.append(partial(torch.split_with_sizes_copy, packed[:, : sum(sizes)], sizes, 1, out=regions))
     if permuted:
         steps.append(partial(torch._foreach_copy_, permuted, blocks))
-    return steps
+
+    def take_all() -> None:
+        for step in steps:
+            step()
+
+    return steps[0] if len(steps) == 1 else take_all
 
 
 def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
@@ -130,7 +137,7 @@ def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[
 
 @dataclass(eq=False, slots=True)
 class AllGather:
-    """An all-gather: copy-in steps, the collective, copy-out steps.
+    """An all-gather: copy-in steps, the collective, and the copy-out.
 
     `copy_in` runs on the copy-in stream if there is one, and overlaps with the previous all-gather then. The rest runs on the
     stream of the all-gather.
@@ -138,7 +145,7 @@ class AllGather:
 
     begin: Callable[[], Started]  # starts the collective
     before: Sequence[Step] = ()  # copy-in
-    after: Sequence[Step] = ()  # copy-out
+    finish: Step = nothing  # copy-out, after the collective has completed
     observed: Callable[[], Started] | None = None  # `begin` for who counts messages, if it does not report the collective
 
     def copy_in(self) -> StartedWork:
@@ -151,11 +158,6 @@ class AllGather:
         """Copy in and start the collective, by `begin` or `observed`."""
         self.copy_in()
         return start()
-
-    def finish(self) -> None:
-        """Copy the all-gather outputs to the unsharded parameters, after the collective has completed."""
-        for step in self.after:
-            step()
 
 
 class UnshardedBuffer(ABC):
@@ -270,7 +272,7 @@ class FlatBuffer(UnshardedBuffer):
             shards = own
         begin = gather.inner.gatherer(outs, shards)
         observed = partial(gather.observed, "all_gather", begin, outs)
-        return AllGather(begin, before, copy_out_steps(layout, flat, staging), observed=observed)
+        return AllGather(begin, before, copy_out_of(layout, flat, staging), observed=observed)
 
     def _plan_custom(self, shard: Tensor, before: Sequence[Step]) -> AllGather:
         """Plan an all-gather of all parameters as one packed message, in memory that a custom all-gather allocates."""
@@ -286,10 +288,9 @@ class FlatBuffer(UnshardedBuffer):
             return gather.gatherer([output[0]], [chunk])()
 
         def copy_out() -> None:
-            for step in copy_out_steps(layout, flat, output[0]):
-                step()
+            copy_out_of(layout, flat, output[0])()
 
-        return AllGather(begin, before, [copy_out])
+        return AllGather(begin, before, copy_out)
 
     def allocate(self, version: int) -> AllGather:
         """Allocate memory on the compute stream, and return the all-gather for shards of this version."""

@@ -113,7 +113,7 @@ class SimulatedGroup:
         received = message.nbytes // 2 if pair and message.kind == "reduce_scatter" else message.nbytes
         sent = 0 if message.kind == "reduce_scatter" else message.nbytes
         blocks = [self.allocate(received, "staging"), self.allocate(sent, "staging")]
-        return StartedWork(then=lambda: self.ledger.free_all(blocks), unpollable=True)
+        return StartedWork((StartedWork(),), lambda: self.ledger.free_all(blocks))
 
     # --- all-gather ---
 
@@ -253,21 +253,16 @@ class SimulatedReduction:
         if packed is not None:
             numel, alone = plan.layout.ranks * packed.size, plan.layout.ranks == 1
             self._sizes.append(numel)
-            fillers = self._allocate_fillers(packed, grads, dtype)
-            whole = -1
-            if (
-                not (fillers or alone)
-                and casts_whole(numel, plan.dtypes, on_cpu=not plan.accelerator)
-                and dtype != plan.dtypes.reduce
-            ):
+            casts, whole = dtype != plan.dtypes.reduce, -1
+            at_once = self._is_concatenated(packed, grads, dtype)
+            if casts and at_once and not alone and casts_whole(numel, plan.dtypes, on_cpu=not plan.accelerator):
                 whole = group.allocate(numel * dtype.itemsize, "staging")
             if not alone:  # one rank packs straight into the output
                 self._held.append(group.allocate(numel * itemsize, "staging"))
             group.ledger.free(whole)
-            if not plan.accelerator:
-                self._chunk_cat_on_cpu(packed, dtype, casts=whole < 0)
+            if at_once and not plan.accelerator:
+                self._chunk_cat_on_cpu(packed, dtype, casts=casts and whole < 0)
             group.copy(numel * (dtype.itemsize + itemsize))
-            group.ledger.free_all(fillers)
         for index in plan.reduction.direct:
             grad = grads[index]
             self._sizes.append(group.numel(index))
@@ -290,32 +285,22 @@ class SimulatedReduction:
             self._flat = group.allocate(shard * plan.dtypes.reduced.itemsize, "gradients")
         self._host = group.allocate(shard * plan.dtypes.reduced.itemsize, "pinned host") if plan.host else -1
 
-    def _allocate_fillers(self, packed: Bucket, grads: Sequence[int | None], dtype: torch.dtype) -> list[int]:
-        """Allocate zeros for gaps and missing gradients in the packed input, and copies of permuted gradients."""
-        layout, numels = self.plan.layout, list[int]()
-        for index, size in ((segment.parameter, segment.size) for segment in packed.segments if segment.size):
-            if index < 0:
-                numels += [layout.ranks * size] if dtype != self.plan.dtypes.compute else []
-            elif not layout.is_chunked(index):
-                numels.append(layout.ranks * layout.offsets[index].size)
-            elif grads[index] is None:
-                numels.append(self.group.numel(index))
-        return [self.group.allocate(numel * dtype.itemsize, "staging") for numel in numels]
+    def _is_concatenated(self, packed: Bucket, grads: Sequence[int | None], dtype: torch.dtype) -> bool:
+        """Return True if one call packs all gradients. They are copied one by one if one is missing or permuted."""
+        indices = [segment.parameter for segment in packed.segments if segment.size]
+        if min(indices, default=0) < 0 and dtype != self.plan.dtypes.compute:  # gaps have the compute dtype
+            return False
+        return all(grads[index] is not None and self.plan.layout.is_chunked(index) for index in indices if index >= 0)
 
     def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype, *, casts: bool) -> None:
         """Allocate and free the temporaries of torch._chunk_cat on the CPU.
 
-        It pads all uneven tensors by copies, and `casts` the tensors one after the other through a copy. The copies of permuted
-        ones are of `_allocate_fillers`.
+        It pads all uneven tensors by copies, and `casts` the tensors one after the other through a copy.
         """
         group, layout = self.group, self.plan.layout
         sizes = [(segment.parameter, layout.ranks * segment.size * dtype.itemsize) for segment in packed.segments]
-        padded = [
-            group.allocate(nbytes, "staging")
-            for index, nbytes in sizes
-            if index >= 0 and layout.is_chunked(index) and not layout.is_even(index)
-        ]
-        for _, nbytes in sizes if casts and dtype != self.plan.dtypes.reduce else ():
+        padded = [group.allocate(nbytes, "staging") for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
+        for _, nbytes in sizes if casts else ():
             group.ledger.free(group.allocate(nbytes, "staging"))
         for block in padded:
             group.ledger.free(block)
