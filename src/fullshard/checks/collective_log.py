@@ -87,7 +87,7 @@ class _Block(NamedTuple):
     fingerprints: list[Fingerprint]  # of the calls of this block
 
     def hashed(self, fingerprints: Sequence[Fingerprint]) -> Any:
-        """Return the hasher of the calls before this block and `fingerprints`, the first calls of it."""
+        """Return a hasher of all calls up to the last of `fingerprints`, the first ones of this block."""
         hasher = self.hasher.copy()
         hasher.update(b"".join(fingerprints))
         return hasher
@@ -123,8 +123,8 @@ class ExceptionNote:
 class CollectiveLog:
     """Calls of this rank on one set of ranks, in program order. One log has many blocks, one block many calls.
 
-    A call is a collective, or an optimizer step, which all ranks must make too. Ranks that run the same program have equal
-    logs. The first call that differs shows where they diverged.
+    A call is a collective, or another event of all ranks, such as an optimizer step. Ranks that run the same program have
+    equal logs. The first call that differs shows where they diverged.
 
         rank 0   1 all_gather of 'a'   2 all_gather of 'b'   3 reduce_scatter of 'b'
         rank 1   1 all_gather of 'a'   2 all_gather of 'c'                            <- diverged at call 2
@@ -136,7 +136,7 @@ class CollectiveLog:
     # Other threads read without a lock: all blocks but the last are immutable, and the last one only grows.
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:
-        """Create an empty log of global rank `rank`, which `ranks` share. `name`: a unique one, equal on all ranks."""
+        """Create the empty log of global rank `rank`, one of `ranks`. `name`: unique, and equal on all of them."""
         self.name, self.ranks, self.rank = name, tuple(ranks), rank
         self.key = f"{crc32(name.encode()):08x}"  # short form of the name, for keys of the store
         self._exception: ExceptionNote | None = None
@@ -218,7 +218,7 @@ class CollectiveLog:
         return found
 
     def heartbeat_due(self, every: int) -> bool:
-        """Return True if the backward that ends now sends a heartbeat, as every `every`-th one does.
+        """Return True if the backward that ends now sends a heartbeat, as one in `every` does.
 
         A backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
         """

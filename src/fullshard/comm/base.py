@@ -40,17 +40,17 @@ class Collectives(Protocol):
 
     Pass an implementation of your own as `CommPolicy(collectives=...)`.
 
-    Attributes:
+    Attributes (those with a default may be missing):
         ranks: number of ranks in the group.
         rank: this rank's index in the group.
         direct_min_bytes: a parameter whose chunk has at least this many bytes gets an all-gather of its own.
         in_order: True if collectives run in order on the current stream, so that waiting for one does not block the host. Large
-            gradients that need a cast are then reduced slice by slice through one buffer. Default False.
+            gradients that need a copy are then reduced slice by slice through one buffer. Default False.
         in_place: True if, in a group of one rank, the input of `reduce_scatter` may be its output, so that gradients are cast
             directly into it. Default False.
-        gather_memory: allocates the output of an all-gather of all parameters as one message. Default None: any memory.
+        gather_memory: allocates the output of an all-gather, which is then a single message. Default None: any memory.
         reduce_memory: allocates the input of a reduce-scatter. Default None: any memory.
-        reducer: prepares reduce-scatters of one `scale`: returns a function of `outs` and `fulls`, or None. Default None.
+        reducer: `reducer(scale)` returns a function of (outs, fulls), a prepared `reduce_scatter`, or None. Default None.
     """
 
     ranks: int
@@ -122,7 +122,7 @@ class SingleRank:
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], StartedWork]:
         """Copy each shard to its output, unless they share memory."""
-        pairs = [(out, shard) for out, shard in zip(outs, shards) if out.data_ptr() != shard.data_ptr() or not out.numel()]
+        pairs = [(out, shard) for out, shard in zip(outs, shards) if out.data_ptr() != shard.data_ptr()]
 
         def gather() -> StartedWork:
             for out, shard in pairs:

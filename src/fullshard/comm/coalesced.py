@@ -57,7 +57,7 @@ class CoalescedCollectives:
         return started
 
     def reducer(self, scale: float) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Started] | None:
-        """Prepare reduce-scatters of `outs` and `fulls` in one call, which the backend scales itself; None if it cannot."""
+        """Return a function of (outs, fulls): one call, which the backend scales itself. None if it cannot."""
         if self._stages or not (self._has_mean(scale) or scale == 1.0):
             return None
         return partial(_torch.reduce_scatter, self._group, self._has_mean(scale))

@@ -20,7 +20,7 @@ from fullshard.errors import warn_once
 
 
 class MeshDims(Protocol):
-    """Names of the data-parallel axes of a mesh of all parallelisms."""
+    """Names of the data-parallel dims of a mesh with further dims."""
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -51,8 +51,8 @@ class ShardAxis:
     device: torch.device  # of this rank
     replicas: ReplicateAxis | None = None  # axis that shards are replicated over
     is_replicated: bool = False  # made by `replicated_axis`: it only replicates, although its mesh has an axis to shard over
-    # For an axis of all ranks of a hybrid mesh, the axis of that mesh. Training communicates over it in two hops, one per axis
-    # of that mesh, and logs there.
+    # Of an axis over all ranks of a hybrid mesh: the axis of that mesh. Training communicates and logs there, in two hops, one
+    # per mesh dim.
     hybrid: ShardAxis | None = None
 
     @property
@@ -78,7 +78,7 @@ class ShardAxis:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key of the process groups; equal for axes with the same groups of their own."""
+        """Key of the process groups; equal for axes that share both groups."""
         return id(self.group), id(self.replicas.group if self.replicas else None)
 
     @property
@@ -149,7 +149,7 @@ def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: 
 
     `name`: equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them share it.
     """
-    # Kept until torch destroys it or `owner`: whether to create it, a collective, must not depend on objects of one rank only.
+    # Kept until torch destroys it or `owner`: a collective creates it, which garbage collection of one rank must not cause.
     _forget_dead_subgroups()
     key = id(owner), role, tuple(ranks)
     if key not in _SUBGROUPS:
@@ -192,7 +192,7 @@ def group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist
 
 
 NAMED_AXES: list[Callable[[DeviceMesh, MeshDims], ShardAxis]] = []
-"""The function that returns the axis of a mesh of all parallelisms, by the names of its data-parallel axes."""
+"""Empty, or one function: it returns the axis of a mesh with further dims, by the names of its data-parallel dims."""
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: MeshDims | None = None) -> ShardAxis:
@@ -221,7 +221,7 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: MeshDims | None = None) -> Shard
             "Call fully_shard only on the ranks of the mesh."
         )
     if dims is not None and not NAMED_AXES:
-        raise ValueError(f"Expected dp_mesh_dims=None, got {dims}: a file is missing. Install fullshard anew.")
+        raise ValueError(f"dp_mesh_dims={dims} needs a file of fullshard that is missing. Install fullshard anew.")
     if dims is not None:
         return NAMED_AXES[0](mesh, dims)
     if mesh.ndim not in (1, 2):

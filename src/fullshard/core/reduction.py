@@ -97,7 +97,7 @@ class Reduction:
     Attributes:
         is_partial: whether this rank used some of the parameters only.
         reduced: whether the last collective has ended. On an accelerator it is queued, and the device may not have run it yet.
-        ready: whether the flat gradient is where the shards are, as far as this rank's streams order it.
+        ready: whether the host need not wait before `.grad` is set, as it must with CPU offload.
         committed: whether a commit was made of it, which sets `.grad`.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
         used: for each parameter, whether this rank has a gradient, of this backward or in the deferred sum that is added.
@@ -120,10 +120,10 @@ class Reduction:
         if group.must_look:
             group.look()
         self.has_hooks = group.has_hooks
-        # For each parameter, whether `prepare_commit` has returned its gradient; None before the first commit.
-        self._committed: list[bool] | None = None
+        # For each parameter, whether a `prepare_commit` included its gradient; None before the first one.
+        self._included: list[bool] | None = None
         # If a parameter has hooks or gets no gradient: the gradients to commit, as the hooks returned them, None for a
-        # parameter without one. They get no mark. None instead of a list otherwise.
+        # parameter without one. They do not become `group.parts`. None instead of a list otherwise.
         self._gradients: list[Any] | None = None
         self._work: Work | None = None  # the last one: the all-reduce over replicas, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
@@ -213,7 +213,7 @@ class Reduction:
     def finish(self) -> None:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
         if self._earlier is not None:
-            # Both ran on this stream, in order (on the CPU, they are waited for in order), so that sum is complete.
+            # Both ran on this stream, in order (on the CPU, they are waited for in order), so it is complete.
             self.reduced_shard.add_(self._earlier[0])
         if self.factors.has_second_step or self.factors.deferred:
             return
@@ -262,7 +262,7 @@ class Reduction:
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
-        # By dropping the references. If that over replicas is deferred, `_flat` is the sum, so the sum stays.
+        # By dropping the references. If replicas are deferred, `_flat` is the sum, so the sum stays.
         self.reduced_shard = self._sum = self._flat
 
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
@@ -279,7 +279,7 @@ class Reduction:
         if self._host is not None:
             self._work.block()  # an event orders streams only; the optimizer on the CPU reads the memory from the host
             self._flat = self._host
-            self.release_reduced_shard()  # the same on the device
+            self.release_reduced_shard()  # frees the copy on the device
 
     # --- commit ---
 
@@ -289,14 +289,14 @@ class Reduction:
         `used_somewhere`: for each parameter, whether any rank used it; None if unknown. Those that only other ranks used get a
         gradient, too, so that all ranks agree on which parameters have one.
         """
-        given, due = self._committed, self.used
+        given, due = self._included, self.used
         if used_somewhere is not None and not all(due):
             parameters = self.group.parameters
             due = [here or (there and p.requires_grad) for here, there, p in zip(due, used_somewhere, parameters)]
         wanted = due if given is None else [now and not then for now, then in zip(due, given)]
         if given is not None and not any(wanted):
             return False
-        self._committed, self._gradients, self.committed = due, None, True
+        self._included, self._gradients, self.committed = due, None, True
         if self.has_hooks or not all(wanted):
             parts = zip(self.group.parameters, self.group.reduction.views, wanted)
             self._gradients = [_hooked(p, self._flat.as_strided(*view)) if is_due else None for p, view, is_due in parts]

@@ -73,7 +73,7 @@ class Runtime:
         self._numbers = itertools.count()
 
         self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}  # all-gathers in flight: number of the unit -> these
-        # Called with each move, its unit and a function that runs it, instead of that function; None for the function alone.
+        # Called as around(move, unit, run) in place of each action, which `run()` carries out; None to just carry it out.
         self._around: Callable[[Move, Unit, Callable[[], None]], None] | None = None
 
     # --- units ---
@@ -140,7 +140,7 @@ class Runtime:
     def begin_outermost_forward(self, unit: Unit, module: nn.Module) -> None:
         """Prepare a step at the beginning of an outermost forward."""
         self.raised_in = None
-        restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
+        restore_subclass()  # an optimizer's step that raised may have left parameters as plain DTensors
         self.forget_deleted()
         if not unit.names_units:
             unit.names_units = True
@@ -213,7 +213,7 @@ class Runtime:
                 self._around(move, unit, run)
 
     def _end_unit(self, unit: Unit, *, reduces: bool) -> None:
-        """Reduce the gradients of a unit whose backward is done, or log that it passed by: it reached inputs only."""
+        """Reduce the gradients of a unit whose backward is done; if that reached inputs only, log it instead."""
         if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
             unit.uninstall()
         if not reduces:
@@ -230,7 +230,7 @@ class Runtime:
 
     @contextmanager
     def watched(self, around: Callable[[Move, Unit, Callable[[], None]], None]) -> Iterator[None]:
-        """Call `around(move, unit, run)` for each action within the block, which calls `run()`."""
+        """Within the block, call `around(move, unit, run)` for each action; it calls `run()`."""
         before, self._around = self._around, around
         try:
             yield
@@ -254,7 +254,7 @@ class Runtime:
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
 
-        Parameters with gradient hooks have got it already, because hooks run during backward.
+        Groups with gradient hooks were committed during backward, when these hooks run.
         """
         with torch.no_grad():
             try:
@@ -277,7 +277,7 @@ class Runtime:
         for number, unit in sorted(units.items()):
             if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
                 unit.uninstall()
-            # Zero-bubble schedules set `.grad` between backwards of inputs: it stays, to sum microbatch by microbatch.
+            # Zero-bubble schedules set `.grad` of unsharded parameters between backwards of inputs: leave it to accumulate.
             if number in self.backward.passed and not unit.options.reduces:
                 continue
             for group in unit.groups:
@@ -339,7 +339,7 @@ class Runtime:
         self.reset(self._broken_units())
 
     def abort_if_left(self, unit: Unit) -> None:
-        """Reset the forward of the unit that the scheduler has in progress, if no module of it is on this thread's stack."""
+        """Reset a forward of the unit that is in progress for the scheduler, but not on this thread's stack."""
         if unit.record.running and not any(_torch.is_in_forward(module) for module in unit.modules):
             self.abort_in_progress()
 
@@ -373,14 +373,13 @@ class Runtime:
         """End the forward and backward that run, without `.grad`, and free the unsharded parameters of these units.
 
         Args:
-            units: the units of the models that failed; others go on. None for all units, after an interrupt, when no record of
-                them can be trusted, and where ranks agreed that a step failed, which may have ended at different places on
-                them.
+            units: the units of the models that failed; others go on. None for all: after an interrupt, since no record can be
+                trusted, or after ranks agreed that a step failed, since each may have stopped elsewhere.
             discard: the units whose gradients of earlier backwards, which are not in `.grad` yet, go as well.
         """
         everything, units = units is None, self.all_units() if units is None else units
         numbers = {unit.number for unit in units}
-        restore_subclass()  # parameters that an optimizer whose step raised left as plain DTensors
+        restore_subclass()  # an optimizer's step that raised may have left parameters as plain DTensors
         self.backward.stop()
         for listener in tuple(self.listeners):
             listener.on_reset(numbers)
@@ -434,7 +433,7 @@ class RunningBackward:
 
         self.underway = False  # it has begun and not ended, even if it raised
         self.raised = False  # it will never end
-        self.collects = False  # parameters get gradients, as far as it is known: units that it enters from then on are reduced
+        self.collects = False  # it is known to give parameters gradients: units that it enters from then on are reduced
         self.units: dict[int, Unit] = {}  # the units that it entered, by number
         self.passed: set[int] = set()  # the numbers of those of which no parameter gets a gradient
 
@@ -464,7 +463,7 @@ class RunningBackward:
 
     def mark_raised(self, _: object = None) -> None:
         """Record that the backward, or its end, raised: put the sharded parameters back at once, without collectives."""
-        self._end = None  # an exception keeps the caller's frame alive, and with it the callback
+        self._end = None  # else this runs again once the exception is freed, and with it the caller's frame
         try:
             reached = list(self.units.values())
             for unit in reached:

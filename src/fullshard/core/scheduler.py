@@ -86,8 +86,8 @@ class UnitRecord:
     live_graphs: int = 0
     since: int = -1  # graphs of calls that ended until this time are not counted, since a reset forgot them
 
-    # Forwards of the unit in progress; of a unit of several modules also those of its modules, with the time at which each
-    # began, and the modules that have not run yet.
+    # Forwards in progress: how many of the unit and, if it has several modules, (module, start) of theirs; and the modules that
+    # have yet to run.
     running: int = 0
     parts: list[tuple[int, int]] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
@@ -171,8 +171,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of whichever models. So "this run" is the outermost forward that
-    runs, or the backward of several of them.
+    One scheduler serves all units of a thread on a device, of whichever models. A "run" is one outermost forward, or one
+    backward, which may be that of several forwards.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -246,8 +246,8 @@ class Scheduler:
     def before_forward(self, unit: int, *, stale: bool = False, parts: Sequence[int] = ()) -> list[Action]:
         """Unshard the unit, and prefetch the next ones. A forward that is recomputed calls `before_recompute` instead.
 
-        `stale`, here and below: the shards changed since the unit was unsharded, so it is unsharded again. `parts`: the modules
-        of a unit of several, by any number, the one first that begins its forward.
+        `stale`, here and below: the shards changed since the unit was unsharded, so it is unsharded again. `parts`: an id of
+        each module, if the unit has several, first of the one that begins.
         """
         record = self._records[unit]
         actions: list[Action] = []
@@ -281,8 +281,8 @@ class Scheduler:
     def after_forward(self, unit: int, *, grad: bool, part: int | None = None) -> ForwardResult:
         """Reshard the unit according to its policy.
 
-        The forward of a unit of several modules goes on until each of them has run and none runs, unless no forward of another
-        unit is around it: then nothing else would end it, and each module is a forward of its own.
+        The forward of a unit of several modules lasts until each has run and none runs. If it is outermost, nothing would end
+        it when a module is skipped, so there each module is a forward of its own.
 
         Args:
             unit: the unit whose innermost call ends. If other modules of the unit follow, the result has the call so far.
@@ -338,7 +338,7 @@ class Scheduler:
     def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
         """End the innermost call of the unit, and first the unended calls inside it that began after `since`.
 
-        Another module of the unit may have begun the call: calls that began before the one that ends it, at `since`, stay open.
+        `since`: start of the module that ends the call. Calls begun before, inside another module of the unit, stay open.
         """
         ended: list[ForwardCall] = []
         for index in range(len(self.running) - 1, -1, -1):
@@ -405,7 +405,7 @@ class Scheduler:
             record.pending_backwards -= 1
         if copied:
             return actions
-        return actions + self._unshard_and_prefetch(record, call, stale=stale, itself=record.options.in_backward)
+        return actions + self._unshard_and_prefetch(record, call, stale=stale, itself=record.options.gathers_in_backward)
 
     def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Unshard for a forward inside backward (activation checkpointing). The unit stays unsharded until it is reduced.
@@ -435,7 +435,7 @@ class Scheduler:
         return record.last
 
     def after_backward(self) -> list[Action]:
-        """Reduce the remaining units, reshard those that no later backward needs, and expect no call before the latest one."""
+        """Reduce the remaining units, reshard those that no later backward needs, and expire calls before the latest one."""
         self._recomputing.clear()
         self._has_begun_backward = False
         for record in self._records.values():
@@ -457,9 +457,9 @@ class Scheduler:
         return actions
 
     def _reduce_done(self, *, beyond: int, even_if_pending: bool = False) -> list[Action]:
-        """Reduce and reshard the entered units all of whose calls started after `beyond`, except those recomputed now.
+        """Reduce and reshard the entered units all of whose calls started after `beyond`.
 
-        Nor those with a pending backward, unless `even_if_pending`.
+        But not those recomputed now or, unless `even_if_pending`, with a pending backward.
         """
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):
@@ -497,10 +497,10 @@ class Scheduler:
 
         `call`: the one whose backward or recomputation it is; None in forward.
         """
-        in_backward = call is not None
-        order = self.backward_order if in_backward else self.forward_order
+        is_backward = call is not None
+        order = self.backward_order if is_backward else self.forward_order
         budget = record.options.comm.prefetch_bytes  # None: one unit
-        by_user = record.next_backward if in_backward else record.next_forward
+        by_user = record.next_backward if is_backward else record.next_forward
         following: Sequence[int] = ()
         if ahead:
             expected = order.expect(record.number, 1 if budget is None else _MAX_PREFETCHED)
@@ -530,7 +530,7 @@ class Scheduler:
                 is_over = other.nbytes + sum(self._records[one].nbytes for one in self.prefetched) > budget
             if by_user is None and is_over:
                 break
-            if other.residency is Residency.SHARDED and (other.options.in_backward or not in_backward):
+            if other.residency is Residency.SHARDED and (other.options.gathers_in_backward or not is_backward):
                 self.prefetched[unit] = self.phase
                 self.stats.prefetched += 1
                 self.stats.gathers += 1
@@ -609,7 +609,7 @@ class Scheduler:
         self.prefetched.pop(unit, None)
 
     def broken_units(self, reached: Iterable[int]) -> set[int]:
-        """Return the units of the forward or backward that raised: those in progress, and those with calls beside theirs.
+        """Return the units of what raised: those in progress, and those pending from the same outermost forwards.
 
         `reached`: those that the backward entered. Other models on the thread, whose outermost forwards are others, are no part
         of it.

@@ -152,7 +152,7 @@ class ShardedParameter:
         grad_dtype: GradDtype | None = None,
         counters: dict[torch.device, DTensor] | None = None,
     ) -> None:
-        """Shard the parameter of `reference`, unless `sharded` is given, because the unit is copied.
+        """Shard the parameter of `reference`, or adopt `sharded`, which is given if the unit is a copy.
 
         `keeps_dtype`: the all-gather keeps the parameter's dtype, whatever the mixed precision policy is. `grad_dtype`: of
         `.grad`; None to take it from the original. `counters`: version counters that others share; None for one of its own.
@@ -164,7 +164,7 @@ class ShardedParameter:
         self.grad_dtype = GradDtype(*_torch.grad_dtype_of(original)) if grad_dtype is None else grad_dtype
         self.spec = sharding.spec(original.dtype)  # of the sharded parameter
         self._counters = {} if counters is None else counters
-        # Set by the unit. References to units and groups, which are above this file, are weak and, until then, of None.
+        # Set by the unit: weak references, since units and groups are above this file. Until then they return None.
         self.unit: Callable[[], Any] = NoneType
         self.group: Callable[[], Any] = NoneType  # the same object for all parameters of a group
         self.unit_name = UnitName("")
@@ -210,7 +210,7 @@ class ShardedParameter:
             self.spec = self.sharding.spec(local.dtype)
         self.local = local
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
-            # Those of a DTensor wrapper cannot change. So swap contents: the object that optimizers reference stays the same.
+            # Dtype and device of a DTensor are fixed. So swap contents: the object that optimizers reference stays the same.
             fresh = self._as_sharded(local, self.sharded.requires_grad)
             extras = {k: v for k, v in self.sharded.__dict__.items() if k not in fresh.__dict__}
             _torch.carry_hooks(self.sharded, fresh)
@@ -311,7 +311,7 @@ class ShardedParameter:
         """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
 
         assigned: True to accept other Parameters in the slots, unsharded or sharded like this one; the last one counts, as
-        for load_state_dict(). With `dtensors`, only DTensors that belong to no unit. Others raise StateError, as empty slots.
+        for load_state_dict(). With `dtensors`, only DTensors that belong to no unit. Others and empty slots raise StateError.
         """
         found = _torch.local_part(self.sharded)
         for slot in self.slots:
@@ -325,7 +325,7 @@ class ShardedParameter:
         return found
 
     def take_slots(self) -> None:
-        """Register the sharded parameter again in slots with another one, which it replaces, and which has no gradient."""
+        """Register the sharded parameter again in slots with another one, as its replacement, and drop its own `.grad`."""
         for slot in self.slots:
             current = slot.content
             if current is not None and current is not self.sharded:

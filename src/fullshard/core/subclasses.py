@@ -43,7 +43,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
     """Return a copy with equal bits, memory of its own and equal attributes.
 
-    With `methods`, it gets the methods that were set on the instance, such as all-gather hooks. A pickle cannot.
+    With `methods`, also methods that were set on the instance, such as all-gather hooks, which no pickle can hold.
     """
     if is_plain(tensor):
         made = tensor.detach().clone()
@@ -58,9 +58,9 @@ def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
 
 
 def take_attributes(source: Tensor, target: Tensor, *, values: bool = True, methods: bool = True) -> None:
-    """Set the attributes of `source` on `target`, which takes its place, that it does not have, or has as None.
+    """Set on `target`, which replaces `source`, the attributes of `source` that it lacks or has as None.
 
-    `values`: also a precomputed scale, for example. `methods`: also all-gather hooks that were set on the instance.
+    `values`: those that are not callable, such as a precomputed scale. `methods`: callable ones, such as all-gather hooks.
     """
     for key, kept in vars(source).items():
         if vars(target).get(key) is None and (methods if callable(kept) else values):

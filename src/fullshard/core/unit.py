@@ -232,7 +232,7 @@ class Unit:
         if ended.actions:
             runtime.run(ended.actions)
         # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
-        if grad and not self.options.in_backward and record.residency is Residency.SHARDED:
+        if grad and not self.options.gathers_in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
                 group.invalidate_autograd()
         if runtime.reducer.in_flight.entries:  # of a backward without end, or of a model that was deleted

@@ -55,7 +55,7 @@ class UnitOptions:
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
-    in_backward: bool = True  # backward needs the unsharded parameters
+    gathers_in_backward: bool = True  # backward needs the unsharded parameters
     sync_gradients: bool = True
     last_backward: bool = True
     ended_by: str = ""  # the call by which the user ends the step; "" if the end of the last backward does

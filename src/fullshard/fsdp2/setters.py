@@ -76,7 +76,7 @@ def set_unshard_in_backward(self: FSDPModule, unshard_in_backward: bool) -> None
     Args:
         unshard_in_backward: False skips the all-gather before backward.
     """
-    require_unit(self).configure(in_backward=check_bool("unshard_in_backward", unshard_in_backward))
+    require_unit(self).configure(gathers_in_backward=check_bool("unshard_in_backward", unshard_in_backward))
 
 
 @sharded_method
