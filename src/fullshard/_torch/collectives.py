@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,3 +100,12 @@ def exchange(
         works.extend(chain(receiving, sending))
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def is_done(work: Any) -> bool:
+    """Return True if a collective has completed; False also if it cannot be polled."""
+    # Not every backend updates `is_completed`. The future of the work, if the backend has futures, is up to date.
+    try:
+        return work.is_completed() or work.get_future().done()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard import _torch
+
 
 @dataclass(slots=True)
 class StartedWork:
@@ -29,6 +31,10 @@ class StartedWork:
             work.wait()
         if self.then is not None:
             self.then()
+
+    def is_completed(self) -> bool:
+        """Return True if all works have completed; False also if they cannot be polled."""
+        return all(map(_torch.is_done, self.works))
 
 
 Started: TypeAlias = StartedWork | dist.Work | None

@@ -49,11 +49,12 @@ class CoalescedCollectives:
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
         """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
-        start = partial(_torch.reduce_scatter, self._group, self._has_mean(scale))
+        prepared = self.reducer(scale)
+        if prepared is not None:
+            return prepared(outs, fulls)
         calls = [([out], [full]) for out, full in zip(outs, fulls)] if self._stages else [(outs, fulls)]
-        started = _all_of([start(*call) for call in calls])
-        if not self._has_mean(scale) and scale != 1.0:
-            started.then = partial(_torch.scale, outs, scale)
+        started = _all_of([_torch.reduce_scatter(self._group, False, *call) for call in calls])
+        started.then = partial(_torch.scale, outs, scale) if scale != 1.0 else None
         return started
 
     def reducer(self, scale: float) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Started] | None:

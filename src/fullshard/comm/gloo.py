@@ -48,7 +48,7 @@ class Messages:
     """The messages of one call.
 
     `_UNDER_WAY` keeps them alive until they have been waited for, even if the caller drops them: gloo stops reading from a peer
-    when a message arrives that has no buffer.
+    when a message arrives that has no buffer. They cannot be polled, which would take 25 us each time.
     """
 
     __slots__ = ("_owner", "_receives", "_sends", "works")

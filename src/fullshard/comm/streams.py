@@ -101,8 +101,7 @@ class CollectiveCall(LoggedCall):
             return self.event.query()
         if self.finish is None or self.after is not None:
             return self.finish is None
-        pending = self.pending  # on the CPU it is not polled, which would take 25 us for a message of gloo
-        return pending is None or (isinstance(pending, StartedWork) and not pending.works)
+        return self.pending is None or _torch.is_done(self.pending)
 
     def wait(self, *, block: bool = False) -> None:
         """Order the compute stream behind the collective; with `block`, wait on the host as well.

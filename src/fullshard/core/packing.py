@@ -34,7 +34,7 @@ class ReductionPlan:
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
     slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
     blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
-    casts_whole: bool  # whether what is packed is concatenated first and then cast as a whole, or needs no cast
+    casts_whole: bool  # whether what is packed is concatenated first and then cast as a whole
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # (shape, strides, offset) of each part of the flat gradient
     dtype: torch.dtype  # dtype of `.grad`
 
@@ -79,11 +79,11 @@ class ReductionPlan:
 
 
 def casts_whole(numel: int, dtypes: Dtypes, *, on_cpu: bool) -> bool:
-    """Return True if a packed input of so many elements is concatenated before it is cast, or needs no cast.
+    """Return True if a packed input of so many elements is concatenated before it is cast.
 
     On the CPU, a cast of each tensor takes more time than all else of a small unit, and one of all of them at most 1 MiB.
     """
-    return dtypes.compute == dtypes.reduce or (on_cpu and numel * dtypes.compute.itemsize <= 1 << 20)
+    return on_cpu and numel * dtypes.compute.itemsize <= 1 << 20
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

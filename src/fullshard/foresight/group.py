@@ -80,6 +80,13 @@ class Merged:
     kept: bool  # True if earlier backwards had accumulated gradients
 
 
+class _Messages:
+    """Messages of gloo, which cannot be polled."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
 class SimulatedGroup:
     """Memory and collectives of a parameter group. It allocates and frees in the order of core/'s classes of one group."""
 
@@ -113,7 +120,7 @@ class SimulatedGroup:
         received = message.nbytes // 2 if pair and message.kind == "reduce_scatter" else message.nbytes
         sent = 0 if message.kind == "reduce_scatter" else message.nbytes
         blocks = [self.allocate(received, "staging"), self.allocate(sent, "staging")]
-        return StartedWork((StartedWork(),), lambda: self.ledger.free_all(blocks))
+        return StartedWork((_Messages(),), lambda: self.ledger.free_all(blocks))
 
     # --- all-gather ---
 
@@ -253,15 +260,22 @@ class SimulatedReduction:
         if packed is not None:
             numel, alone = plan.layout.ranks * packed.size, plan.layout.ranks == 1
             self._sizes.append(numel)
-            casts, whole = dtype != plan.dtypes.reduce, -1
-            at_once = self._is_concatenated(packed, grads, dtype)
-            if casts and at_once and not alone and casts_whole(numel, plan.dtypes, on_cpu=not plan.accelerator):
-                whole = group.allocate(numel * dtype.itemsize, "staging")
-            if not alone:  # one rank packs straight into the output
-                self._held.append(group.allocate(numel * itemsize, "staging"))
-            group.ledger.free(whole)
-            if at_once and not plan.accelerator:
-                self._chunk_cat_on_cpu(packed, dtype, casts=casts and whole < 0)
+            casts, at_once = dtype != plan.dtypes.reduce, self._is_concatenated(packed, grads, dtype)
+            whole = not casts or casts_whole(numel, plan.dtypes, on_cpu=not plan.accelerator)
+            if at_once and whole and not alone:  # torch allocates the message
+                padded = self._pad(packed, dtype)
+                block = group.allocate(numel * dtype.itemsize, "staging")
+                group.ledger.free_all(padded)
+                self._held.append(group.allocate(numel * itemsize, "staging") if casts else block)
+                group.ledger.free(block if casts else -1)
+            else:
+                if not alone:  # one rank packs straight into the output
+                    self._held.append(group.allocate(numel * itemsize, "staging"))
+                if at_once:
+                    padded = self._pad(packed, dtype)
+                    for segment in packed.segments if casts and not plan.accelerator else ():  # one after the other
+                        group.ledger.free(group.allocate(plan.layout.ranks * segment.size * dtype.itemsize, "staging"))
+                    group.ledger.free_all(padded)
             group.copy(numel * (dtype.itemsize + itemsize))
         for index in plan.reduction.direct:
             grad = grads[index]
@@ -292,18 +306,14 @@ class SimulatedReduction:
             return False
         return all(grads[index] is not None and self.plan.layout.is_chunked(index) for index in indices if index >= 0)
 
-    def _chunk_cat_on_cpu(self, packed: Bucket, dtype: torch.dtype, *, casts: bool) -> None:
-        """Allocate and free the temporaries of torch._chunk_cat on the CPU.
-
-        It pads all uneven tensors by copies, and `casts` the tensors one after the other through a copy.
-        """
-        group, layout = self.group, self.plan.layout
-        sizes = [(segment.parameter, layout.ranks * segment.size * dtype.itemsize) for segment in packed.segments]
-        padded = [group.allocate(nbytes, "staging") for index, nbytes in sizes if index >= 0 and not layout.is_even(index)]
-        for _, nbytes in sizes if casts else ():
-            group.ledger.free(group.allocate(nbytes, "staging"))
-        for block in padded:
-            group.ledger.free(block)
+    def _pad(self, packed: Bucket, dtype: torch.dtype) -> list[int]:
+        """Allocate the copies of uneven gradients that torch._chunk_cat pads on the CPU."""
+        layout = self.plan.layout
+        return [
+            self.group.allocate(layout.ranks * segment.size * dtype.itemsize, "staging")
+            for segment in packed.segments
+            if segment.parameter >= 0 and not layout.is_even(segment.parameter) and not self.plan.accelerator
+        ]
 
     def start(self) -> StartedWork:
         """Start the reduce-scatters: the first of packed and direct gradients and a slice, one more of each further slice."""
@@ -344,14 +354,7 @@ class SimulatedReduction:
         nbytes = 0 if scatter.packed is None else plan.replicas * scatter.packed.size * dtype.itemsize
         packed = group.allocate(nbytes, "staging", "replicate")
         group.copy(2 * nbytes)
-        segments = () if scatter.packed is None else scatter.packed.segments
-        permuted = [
-            group.allocate(layout.ranks * segment.size * dtype.itemsize, "staging", "replicate")
-            for segment in segments
-            if segment.parameter >= 0 and segment.size and not layout.is_chunked(segment.parameter)
-        ]
-        group.ledger.free_all(permuted)
-        sizes = [nbytes] if segments else []
+        sizes = [] if scatter.packed is None or not scatter.packed.segments else [nbytes]
         sizes += [prod(layout.offsets[index].shape) * dtype.itemsize for index in scatter.direct]
         started = group.reduce_collective(Message("reduce_scatter", dtype, sum(sizes), len(sizes), plan.replicas))
         return StartedWork((started,), partial(group.ledger.free, packed))
