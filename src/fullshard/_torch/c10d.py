@@ -28,6 +28,10 @@ def is_alive(group: Any) -> bool:
 
 def abort_group(group: dist.ProcessGroup, device: torch.device) -> None:
     """Abort the collectives of a process group on `device`. Waits for them return, and later collectives raise."""
+    if _runs_itself(group, device):
+        if type(group).abort is dist.ProcessGroup.abort:  # which aborts backends, so nothing
+            raise NotImplementedError(f"{type(group).__name__} has no method abort()")
+        return group.abort()
     # Private: `_get_backend`, since the group's own `abort` aborts its backends of other devices as well.
     backend: Any = group._get_backend(device)
     if backend.name().lower() != "gloo":
@@ -46,13 +50,21 @@ _UNSENT_TAG = 0x1FFFFFFF
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend for tensors of `device` in `group`, in lower case. Each device type may have one."""
-    # Private: `_get_backend`. `dist.get_backend` takes no device.
-    try:
+    # Private: `_get_backend`, and `BackendConfig`, which reads "cpu:name" as well. `dist.get_backend` takes no device.
+    if not _runs_itself(group, device):
         return group._get_backend(device).name().lower()
+    return str(dist.distributed_c10d.BackendConfig(dist.get_backend(group)).get_device_backend_map()[device.type])
+
+
+def _runs_itself(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True for a subclass in Python that has no backends and runs all collectives itself."""
+    if type(group) is dist.ProcessGroup:
+        return False
+    try:
+        group._get_backend(device)
     except RuntimeError:
-        if type(group) is dist.ProcessGroup:
-            raise
-        return dist.get_backend(group)  # a subclass in Python that has no backends and runs all collectives itself
+        return True
+    return False
 
 
 # --- new process groups ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -42,6 +42,7 @@ class ParamGroup:
 
     Attributes:
         flat: whether the shards are parts of a flat shard. Groups of another kind (`register_group`) have one parameter each.
+        is_exact: whether the unsharded parameters have the values of the shards, but for a cast.
         parameters: the sharded parameters, in the order of `layout.offsets`.
         sharded: their DTensors.
         fingerprints: hashes of the group's collectives for the collective log.
@@ -53,7 +54,7 @@ class ParamGroup:
         grads: gradients kept between backwards.
     """
 
-    flat = True
+    flat = is_exact = True
     replication = "all_reduce over replicas"  # text of the second step of its reductions, in the log
 
     def __init__(
@@ -301,14 +302,14 @@ class ParamGroup:
     # --- kinds of groups ---
 
     @classmethod
-    def takes(cls, shard: Tensor, axis: ShardAxis) -> bool:
-        """Return True if a parameter with this shard, over this axis, belongs in a group of this kind."""
+    def takes(cls, shard: Tensor, axis: ShardAxis, marks: Mapping[str, Any]) -> bool:
+        """Return True if a parameter with this shard, over this axis, belongs here. `marks`: attributes of the parameter."""
         return is_plain(shard) and axis.hybrid is None
 
     @classmethod
     def check_sharding(cls, name: str, tensor: Tensor, sharding: ParamSharding) -> None:
         """Raise ValueError if an unsharded parameter cannot be sharded in a group of this kind."""
-        if not cls.takes(tensor, sharding.axis):
+        if not cls.takes(tensor, sharding.axis, {}):
             over = "" if sharding.axis.hybrid is None else " over all ranks of a hybrid mesh"
             raise ValueError(
                 f"Parameter '{name}' cannot be sharded{over}: expected a plain torch.Tensor, got a {type(tensor).__name__}, "
@@ -585,22 +586,31 @@ _KINDS: list[type[ParamGroup]] = []
 
 
 def register_group(kind: type[ParamGroup]) -> None:
-    """Let groups of class `kind` have the parameters that `kind.takes` accepts: one each, unless `kind.flat`."""
+    """Let groups of class `kind` have the parameters that `kind.takes` accepts, unless a class registered before takes them."""
     _KINDS.append(kind)
 
 
-def group_class(shard: Tensor, axis: ShardAxis) -> type[ParamGroup]:
-    """Return the class of the group of a parameter with this shard, or with this unsharded tensor, over an axis."""
-    return next((kind for kind in _KINDS if kind.takes(shard, axis)), ParamGroup)
+def group_class(shard: Tensor, axis: ShardAxis, marks: Mapping[str, Any]) -> type[ParamGroup]:
+    """Return the class of the group of a parameter with this shard, or with this unsharded tensor, over an axis.
+
+    `marks`: the attributes of the parameter, such as those that users set.
+    """
+    return next((kind for kind in _KINDS if kind.takes(shard, axis, marks)), ParamGroup)
+
+
+def kind_of(parameter: ShardedParameter) -> type[ParamGroup]:
+    """Return the class of the group that a parameter belongs in now."""
+    return group_class(parameter.local, parameter.sharding.axis, vars(parameter.sharded))
 
 
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
-) -> list[tuple[Dtypes, list[int]]]:
-    """Return (dtypes, indices) of parameters that share shard axis, dtypes, device and trainability, in order."""
+) -> list[tuple[type[ParamGroup], Dtypes, list[int]]]:
+    """Return (kind, dtypes, indices) of parameters that share kind, shard axis, dtypes, device and trainability, in order."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
-        alone = -1 if group_class(value, parameter.sharding.axis).flat else index
-        key = (dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
+        kind = group_class(value, parameter.sharding.axis, vars(parameter.sharded))
+        alone = -1 if kind.flat else index
+        key = (kind, dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
         groups.setdefault(key, []).append(index)
-    return [(key[0], members) for key, members in groups.items()]
+    return [(kind, dtypes, members) for (kind, dtypes, *_), members in groups.items()]

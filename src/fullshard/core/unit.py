@@ -17,7 +17,7 @@ from fullshard.checks.collective_log import GroupFingerprints, UnitName, describ
 from fullshard.core.agreement import Agreement
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis
-from fullshard.core.param_group import ParamGroup, group_class, group_parameters
+from fullshard.core.param_group import ParamGroup, group_parameters, kind_of
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_options import UnitOptions
@@ -547,7 +547,7 @@ class Unit:
         ]
         groups: list[ParamGroup] = []
         with torch.inference_mode(False), torch.no_grad():
-            for shared, members in group_parameters(self.parameters, values, dtypes):
+            for kind, shared, members in group_parameters(self.parameters, values, dtypes):
                 parameters = [self.parameters[i] for i in members]
                 axis = parameters[0].sharding.axis
                 collectives = self.runtime.communicator.collectives_of(axis, self.options)
@@ -555,10 +555,10 @@ class Unit:
                 direct_min_bytes = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 storage = self._storage(direct_min_bytes)
                 members_text = [(p.name, tuple(p.shape), p.sharding.dim) for p in parameters]
-                subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct}"
+                subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct} {kind.__name__}"
                 log = self.runtime.communicator.log_of(axis)
                 groups.append(
-                    group_class(values[members[0]], axis)(
+                    kind(
                         parameters,
                         [values[i] for i in members],
                         dtypes=shared,
@@ -604,11 +604,9 @@ class Unit:
         """
         self.refresh()
         for parameter in self.parameters:
-            group_class(parameter.local, parameter.sharding.axis).check_gather(parameter)
+            kind_of(parameter).check_gather(parameter)
         changed = [parameter.adopt_grad_dtype() for parameter in self.parameters]
-        if any(changed) or any(
-            group_class(p.local, p.sharding.axis) is not type(group) for group in self.groups for p in group.parameters
-        ):
+        if any(changed) or any(kind_of(p) is not type(group) for group in self.groups for p in group.parameters):
             self.rebuild_groups([parameter.local for parameter in self.parameters])
         self.gathers_decided = True
 

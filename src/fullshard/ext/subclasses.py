@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -176,10 +176,10 @@ class ExtensionGroup(ParamGroup):
     Every all-gather runs over the whole shard axis; a smaller group by `reshard_after_forward=k` is not used.
     """
 
-    flat = False
+    flat = is_exact = False
 
     @classmethod
-    def takes(cls, shard: Tensor, axis: ShardAxis) -> bool:
+    def takes(cls, shard: Tensor, axis: ShardAxis, marks: Mapping[str, Any]) -> bool:
         """Return True if a shard cannot be part of a flat shard: it has all-gather hooks, or is not a plain tensor.
 
         A subclass without hooks counts, because the user may add them before the first all-gather.

@@ -7,7 +7,7 @@ reduction    gradients --reduce-scatter over shards--> sum over shards --reduce-
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -115,7 +115,7 @@ def _check_replicas(states: StateSharding, axis: ShardAxis, dims: MeshDims | Non
 
 def _axis_for(axis: ShardAxis, states: StateSharding, values: Tensor, dim: int) -> ShardAxis:
     """Return the axis over all ranks for a level that shards over replicas, for parameters of enough rows in flat groups."""
-    if not states.shards_over_replicas or not group_class(values, axis).flat:
+    if not states.shards_over_replicas or not group_class(values, axis, {}).flat:
         return axis
     ranks = axis.ranks * axis.replica_count
     return axis if has_few_rows(values.shape, dim, itemsize=values.itemsize, ranks=ranks) else over_all_ranks(axis)
@@ -171,7 +171,7 @@ class TwoHopGroup(ParamGroup):
     _inner: FlatBuffer | None = None  # in the compute dtype, on the device
 
     @classmethod
-    def takes(cls, shard: Tensor, axis: ShardAxis) -> bool:
+    def takes(cls, shard: Tensor, axis: ShardAxis, marks: Mapping[str, Any]) -> bool:
         """Return True for a plain parameter over all ranks of a hybrid mesh."""
         return axis.hybrid is not None and is_plain(shard)
 

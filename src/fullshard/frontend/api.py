@@ -266,7 +266,7 @@ class PreparedShard:
                 keeps = self._mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
                 how = plan_sharding(ref.parameter, axis, self._placement_fn, options.states, name=ref.name)
                 tensor = _torch.local_part(ref.parameter.data)
-                group_class(tensor, how.axis).check_sharding(ref.name, tensor, how)
+                group_class(tensor, how.axis, vars(ref.parameter)).check_sharding(ref.name, tensor, how)
                 self._decided[ref.parameter] = how, keeps
         return managed, ties, refs
 

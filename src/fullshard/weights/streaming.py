@@ -22,7 +22,7 @@ from fullshard.core import (
     StartedWork,
     Unit,
     all_gather_full,
-    group_class,
+    kind_of,
 )
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
@@ -300,7 +300,7 @@ class _Bucket:
             local, parameter = partial(_local_copy, entry, dtype), entry.parameter
             if parameter is None or _unsharded_now(entry, dtype) is not None:
                 self._values[name] = local
-            elif not _is_flat(parameter) or parameter.sharding.tensor_parallel is not None:
+            elif not kind_of(parameter).flat or parameter.sharding.tensor_parallel is not None:
                 self._single.append(entry)
             elif not parameter.sharding.shape or parameter.sharding.axis.group is None or parameter.sharding.axis.ranks == 1:
                 self._values[name] = local
@@ -377,16 +377,11 @@ def _parameter(entry: ModelEntry) -> ShardedParameter:
     return entry.parameter
 
 
-def _is_flat(parameter: ShardedParameter) -> bool:
-    """Return True if the shard is part of a flat shard, without all-gather hooks of its own."""
-    return group_class(parameter.local, parameter.sharding.axis).flat
-
-
 def _unsharded_now(entry: ModelEntry, dtype: torch.dtype) -> Tensor | None:
     """Return the unsharded parameter if the module has it at the moment, in this dtype; otherwise None."""
     parameter = entry.parameter
-    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or not _is_flat(parameter):
-        return None  # all-gather hooks may return other values than those that are stored
+    if parameter is None or entry.value is not None or not parameter.sharding.is_plain or not kind_of(parameter).is_exact:
+        return None
     full = parameter.unsharded
     if full is None or parameter.current is not full or full.dtype != dtype:
         return None
