@@ -309,7 +309,7 @@ class ParamGroup:
     @classmethod
     def check_sharding(cls, name: str, tensor: Tensor, sharding: ParamSharding) -> None:
         """Raise ValueError if an unsharded parameter cannot be sharded in a group of this kind."""
-        if not cls.takes(tensor, sharding.axis, {}):
+        if cls is ParamGroup and not cls.takes(tensor, sharding.axis, {}):  # no registered kind takes it either
             over = "" if sharding.axis.hybrid is None else " over all ranks of a hybrid mesh"
             raise ValueError(
                 f"Parameter '{name}' cannot be sharded{over}: expected a plain torch.Tensor, got a {type(tensor).__name__}, "
