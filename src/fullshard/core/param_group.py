@@ -322,8 +322,8 @@ class ParamGroup:
 
     # --- all-gather ---
 
-    def start_all_gather(self, communicator: Communicator, action: str, after: Work | None = None) -> Work:
-        """Allocate the unsharded parameters on the compute stream, and start the all-gather that fills them, behind `after`.
+    def start_all_gather(self, communicator: Communicator, action: str, first: Callable[[], Work | None] | None = None) -> Work:
+        """Allocate the unsharded parameters on the compute stream, call `first`, and start the all-gather behind its work.
 
         Call `finish_all_gather` after the compute stream waited for the work that this returns. Raises StateError if the shards
         are on the wrong device, or the ranks diverged.
@@ -343,8 +343,8 @@ class ParamGroup:
         if version != buffer.version and buffer.version >= 0:
             self.invalidate_autograd()
         gather, stream = buffer.allocate(version), communicator.all_gather_stream
-        if self.storage.host or after is not None or communicator.traffic.listeners or _torch.profiling():
-            return self.send(communicator, stream, gather, action, after)
+        if self.storage.host or first is not None or communicator.traffic.listeners or _torch.profiling():
+            return self.send(communicator, stream, gather, action, None if first is None else first())
         start = gather.begin
         if gather.before:
             if communicator.copy_in_stream is not None:

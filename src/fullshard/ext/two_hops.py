@@ -7,8 +7,9 @@ reduction    gradients --reduce-scatter over shards--> sum over shards --reduce-
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -198,19 +199,23 @@ class TwoHopGroup(ParamGroup):
 
     # --- all-gather ---
 
-    def start_all_gather(self, communicator: Communicator, action: str, after: Work | None = None) -> Work:
+    def start_all_gather(self, communicator: Communicator, action: str, first: Callable[[], Work | None] | None = None) -> Work:
         """Start the first hop, unless no shard was written since the last one, and the second hop behind it."""
         self.check_device()
-        version, inner = self.version(), self._inner
-        if inner is None:
+        if self._inner is None:
             with torch.inference_mode(False), torch.no_grad():
-                inner = self._inner = self._make_inner()
-            inner.keep = self.keeps_memory
-        if inner.version != version:
-            inner.free()
-            hop = inner.allocate(version)
-            after = self.send(communicator, communicator.all_reduce_stream, hop, f"{action} over replicas")
-        return super().start_all_gather(communicator, action, after)
+                self._inner = self._make_inner()
+            self._inner.keep = self.keeps_memory
+        # The first hop starts once the memory of both is allocated: the second one is ordered behind it, not behind compute.
+        return super().start_all_gather(communicator, action, partial(self._first_hop, communicator, action))
+
+    def _first_hop(self, communicator: Communicator, action: str) -> Work | None:
+        inner, version = self._inner, self.version()
+        assert inner is not None
+        if inner.version == version:
+            return None
+        inner.free()
+        return self.send(communicator, communicator.all_reduce_stream, inner.allocate(version), f"{action} over replicas")
 
     def finish_all_gather(self) -> None:
         """Release the staging memory of both hops."""
