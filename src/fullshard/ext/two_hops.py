@@ -206,6 +206,7 @@ class TwoHopGroup(ParamGroup):
             with torch.inference_mode(False), torch.no_grad():
                 self._inner = self._make_inner()
             self._inner.keep = self.keeps_memory
+            self._inner.allocate(-1)  # the plan of the second hop takes slices of it
         # The first hop starts once the memory of both is allocated: the second one is ordered behind it, not behind compute.
         return super().start_all_gather(communicator, action, partial(self._first_hop, communicator, action))
 
