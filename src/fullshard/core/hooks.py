@@ -1,4 +1,4 @@
-"""Module hooks, hooks on autograd graphs, and state-dict hooks of a unit. They only call the unit."""
+"""Module hooks, hooks on autograd graphs, and state-dict hooks of a unit. They call the unit, and convert tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fullshard.core.units import recovered
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields: bool = True) -> Any:
-    """Return `value` with `fn` applied to all tensors in nested lists, tuples and dicts, and with `dataclass_fields` in these.
+    """Return `value` with `fn` applied to all tensors in nested lists, tuples, dicts and, with `dataclass_fields`, dataclasses.
 
     If `fn` changes no tensor, the result is `value` itself, so that outputs keep their identity.
     """
@@ -59,7 +59,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, dataclass_fields:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples, mappings, registered pytrees and dataclasses, in order."""
-    seen: dict[int, Any] = {}  # by id; holds the objects, or another one could get the id
+    seen: dict[int, Any] = {}  # by id; keeps the objects alive, so that no new one gets the id
     pending = [value]
     while pending:
         one = pending.pop()
@@ -100,7 +100,7 @@ class ForwardHooks:
         device = unit.runtime.communicator.async_device
         if device is not None and _torch.current_graph_task() == -1:  # a recomputation does what the forward did
             unit.moves_inputs = unit.runtime.scheduler.is_outermost(unit.number)
-        if device is not None and unit.moves_inputs:  # except those in dataclasses, which FSDP2 and DDP leave as well
+        if device is not None and unit.moves_inputs:  # except tensors in dataclasses; FSDP2 and DDP skip these, too
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t if t.device == device else t.to(device), dataclass_fields=False
             )
@@ -110,7 +110,7 @@ class ForwardHooks:
 
     @_torch.not_traced
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Reshard the parameters, hook the graph of the output for backward, and cast the output, also if forward raised."""
+        """Reshard the parameters, even if forward raised. Hook the graph of the output for backward, and cast the output."""
         unit = self._unit
         # torch calls this hook for a forward that raised, too (`always_call=True`), with None as output.
         failed = output is None and unit.has_raised(module)
@@ -131,7 +131,7 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     """Hook the graph of `output`, to notify the runtime when the backward of `call` begins. Return True if there is a graph."""
     hook: BackwardHook | None = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        if tensor.is_leaf and tensor.requires_grad:  # a parameter, kept after forward: no node leads to its gradient
+        if tensor.is_leaf and tensor.requires_grad:  # a parameter that stays unsharded: it has no node to hook
             unit.hook_late_grads()
         for node in _torch.graph_nodes(tensor):
             if node is not None:
@@ -145,7 +145,7 @@ _HOOKS = "fullshard"  # key in the metadata of a node: its hooks and their handl
 
 
 def hook_node(node: Any, hook: Callable[..., None]) -> None:
-    """Run `hook` before a node of a graph, once, and before its other hooks: nested units may return the same tensor."""
+    """Run `hook` once before a graph node, ahead of the other hooks there: nested units may return the same tensor."""
     hooks = node.metadata.setdefault(_HOOKS, [])
     if not hooks or hooks[0][0] is not hook:
         hooks.insert(0, (hook, None))
@@ -178,7 +178,7 @@ class BackwardHook:
         self._release()
 
     def _release(self) -> None:
-        """Record that the graph needs the unit no longer: its backward has begun, or it is freed."""
+        """Record that the graph no longer needs the unit: the backward has begun, or the graph was freed."""
         if not self._reached:
             self._reached = True
             self._unit.runtime.scheduler.graph_released(self._call)
@@ -195,7 +195,7 @@ class StateHooks:
     """State-dict hooks of one unit: save sharded parameters, and load both sharded and unsharded tensors."""
 
     def __init__(self, unit: Unit | None = None) -> None:
-        self._unit: Any = unit  # None in copies and pickles of a module, whose hooks do nothing
+        self._unit: Any = unit  # None after a copy or pickle; the hooks then do nothing
 
     def __reduce__(self) -> Any:
         return StateHooks, ()
@@ -236,7 +236,7 @@ class StateHooks:
                 state_dict[key] = loaded
 
     def after_load(self, module: nn.Module, *_: Any) -> None:
-        """Copy assigned parameters into the flat shards, and log the load once per state dict with parameters of the unit."""
+        """Copy assigned parameters into the flat shards."""
         if self._unit is not None and not self._unit.shown_by:
             recovered(self._unit).refresh(assigned=True)
 

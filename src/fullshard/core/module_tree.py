@@ -12,7 +12,7 @@ from fullshard import _torch
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Attribute of a module that a tensor is registered under."""
+    """A module, and the name under which it registers a tensor."""
 
     module: nn.Module
     name: str
@@ -36,7 +36,7 @@ class ManagedTensors:
     buffers: list[tuple[str, Slot, Tensor]]
 
 
-_IGNORED = "_fullshard_ignored"  # attribute of a parameter: it is in `ignored_params`
+_IGNORED = "_fullshard_ignored"  # attribute that marks a parameter of `ignored_params`
 
 
 def mark_ignored(parameter: nn.Parameter) -> None:
@@ -64,8 +64,8 @@ def collect(
 ) -> ManagedTensors:
     """Walk `roots` depth first, children in registration order and before their parents.
 
-    The walk does not enter modules for which `is_unit` returns True, nor modules to which torch's `replicate` was applied.
-    `ignored` parameters are not listed, nor modules below the roots whose only tensors are ignored parameters.
+    The walk enters no submodule for which `is_unit` returns True, and no module to which torch's `replicate` was applied.
+    The result omits `ignored` parameters. It also omits modules that have no other tensors, unless they are roots.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}
@@ -114,7 +114,7 @@ def children_first(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _post_order(
     module: nn.Module, prefix: str, seen: set[int], enters: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix, module) of `module` and its submodules, children first, each once, as far as `enters` says."""
+    """Yield (prefix, module) of `module` and its submodules, children first, each once. Skip subtrees that `enters` rejects."""
     if id(module) in seen:
         return
     seen.add(id(module))

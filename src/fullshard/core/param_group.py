@@ -41,7 +41,7 @@ class ParamGroup:
     A group has many parameters in a few buckets, and one unsharded buffer, which the first all-gather creates.
 
     Attributes:
-        flat: whether the shards are parts of a flat shard. Groups of another kind (`register_group`) have one parameter each.
+        flat: whether the shards are parts of a flat shard. Else the group has only one parameter.
         is_exact: whether the unsharded parameters have the values of the shards, but for a cast.
         parameters: the sharded parameters, in the order of `layout.offsets`.
         sharded: their DTensors.
@@ -87,30 +87,30 @@ class ParamGroup:
             shard_layout=self.shard_layout,
         )
         self.grads = GroupGradients(parameters, dtypes.kept)
-        # Whether the flat gradient is the reduce-scatter output itself, so that its memory is used again.
+        # Whether the flat gradient is the reduce-scatter output itself, so that its memory can be used again.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
-        # What the last commit set as `.grad`; None while a reduction has it.
+        # What the last commit set as `.grad`; None while a reduction reuses that.
         self.parts: GradientParts | None = None
-        self.divided = ""  # text of the last reduction with `set_gradient_divide_factor`, in the log
-        # Options of the last reduction, whether it deferred its second step, and the factors that follow.
+        self.divided = ""  # log text of the last reduction with `set_gradient_divide_factor`
+        # Options of the last reduction, whether it deferred its second step, and its `ReductionFactors`.
         self.factors: tuple[object, bool, Any] | None = None
-        self.writes = 0  # to the shards, noted since no counter of torch shows them
+        self.writes = 0  # to the shards that no version counter of torch shows
         self._counters: list[Tensor] = []  # tensors whose version counters show the other writes
         self._are_shared = True  # no wrapper has a counter of its own
         self.sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
-        self._unsharded: list[nn.Parameter] = []  # of `parameters`, once they exist
-        self.installed = False  # whether they are registered on the modules
-        self.slots: _Slots | None = None  # the places where they are; None to look for them at the next `install`
-        # What `look` found; it is due again once a parameter was changed.
+        self._unsharded: list[nn.Parameter] = []  # the unsharded parameters, once they exist
+        self.installed = False  # whether the unsharded parameters are registered on the modules
+        self.slots: _Slots | None = None  # where `parameters` are registered; None: the next `install` looks
+        # What `look` found. `must_look`: it is due again, since a parameter may have changed.
         self.must_look = True
         self.has_hooks = self._had_hooks = False  # whether a parameter has user hooks, which a commit runs
         self.frozen: list[str] = []  # names of the parameters that do not require grad
         self._trainable: list[bool] = []
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
-        self.keeps_memory = False  # whether buffers keep it when they are freed, so that every step uses the same addresses
+        self.keeps_memory = False  # whether freed buffers keep their memory, so that every step uses the same addresses
         # Copies of the parameters that a graph computes with (`all_gather_copy`). `handle` of each is the leaf of that graph.
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
@@ -128,7 +128,7 @@ class ParamGroup:
         )
         return layout, layout
 
-    @torch.inference_mode(False)  # or a model that is sharded or loaded there had no version counters
+    @torch.inference_mode(False)  # else a model sharded or loaded in inference mode has no version counters
     def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
         """Copy `values` into a new flat shard, whose gaps are zeros. Return it and the shards in it."""
         device = values[0].device
@@ -159,7 +159,7 @@ class ParamGroup:
 
     def count_anew(self) -> None:
         """Find the counters of writes again, after the memory or the wrapper of a parameter was replaced."""
-        self.must_look = True  # a wrapper may have got hooks with it
+        self.must_look = True  # a new wrapper may have hooks
         before, were_shared = self.version(), self._are_shared
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
@@ -168,7 +168,7 @@ class ParamGroup:
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
-        """Return a number that increases with every write to a shard that can be seen."""
+        """Return a number that increases with every detectable write to a shard."""
         return sum(map(_version, self._counters), self.writes)
 
     # --- properties ---
@@ -185,7 +185,7 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        # Parameters note each change from now on, but not that a hook is removed or suspended; on torch 2.11 they note none.
+        # From now on parameters report changes, except that a hook is removed or suspended. On torch 2.11 they report none.
         self._had_hooks = self._had_hooks or self.has_hooks
         self.must_look = self._had_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
@@ -206,7 +206,7 @@ class ParamGroup:
 
     @property
     def buffers(self) -> list[UnshardedBuffer]:
-        """The buffers of all-gathers that exist, first the one that is gathered from the shards."""
+        """The all-gather buffers that exist. The first is gathered from the shards."""
         return [] if self._buffer is None else [self._buffer]
 
     @property
@@ -215,13 +215,13 @@ class ParamGroup:
         return self._buffer is not None and self._buffer.version != self.version()
 
     # --- slots ---
-    # Every forward and backward runs this code: it looks at all slots in C, where no interrupt comes in between, and at each
-    # one only if something differs.
+    # Every forward and backward runs this code. It compares all slots in C, where no interrupt comes in between, and visits
+    # them one by one only if something differs.
 
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming it, if the user replaced or moved one. `again`, in backward: it looks for replaced ones only.
+        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward): only if replaced.
         """
         if self.installed:
             return
@@ -249,7 +249,7 @@ class ParamGroup:
                 slot.put(unsharded)
 
     def uninstall(self) -> None:
-        """Register the sharded parameters on the modules, except where the user assigned something: `install` names it."""
+        """Register the sharded parameters on the modules, except where the user assigned another: the next `install` raises."""
         if not self.installed:
             return
         slots = self.slots
@@ -284,7 +284,7 @@ class ParamGroup:
     def _move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.
 
-        Raises StateError if the memory is kept.
+        Raises StateError if `keeps_memory`.
         """
         if self.keeps_memory and self.flat:
             raise StateError(
@@ -325,7 +325,7 @@ class ParamGroup:
     def start_all_gather(self, communicator: Communicator, action: str, first: Callable[[], Work | None] | None = None) -> Work:
         """Allocate the unsharded parameters on the compute stream, call `first`, and start the all-gather behind its work.
 
-        Call `finish_all_gather` after the compute stream waited for the work that this returns. Raises StateError if the shards
+        Call `finish_all_gather` after the compute stream waited for the returned work. Raises StateError if the shards
         are on the wrong device, or the ranks diverged.
         """
         if self.parts is not None and not self.parts.is_free:  # before more memory is allocated
@@ -333,13 +333,13 @@ class ParamGroup:
         buffer = self._buffer
         if buffer is None:
             self.check_device()
-            # Inference tensors have no version counter, and a later training step needs it on the unsharded parameters.
+            # Inference tensors have no version counter, but later training steps need one on the unsharded parameters.
             with torch.inference_mode(False), torch.no_grad():
                 buffer = self._buffer = self.make_unsharded()
             buffer.keep = self.keeps_memory
         version = self.version()
-        # The all-gather writes below autograd. If it brings other weights, increment the version counters, so that a backward
-        # through a graph that saved the old weights raises. If it brings the same weights (backward), it must not raise.
+        # The all-gather writes below autograd. If the weights are new, increment the version counters, so that a backward whose
+        # graph saved the old weights raises. If the weights are the same, as in backward, nothing must raise.
         if version != buffer.version and buffer.version >= 0:
             self.invalidate_autograd()
         gather, stream = buffer.allocate(version), communicator.all_gather_stream
@@ -372,8 +372,8 @@ class ParamGroup:
     def _note_copy(self, copied: Work | None, call: Work) -> None:
         """Record the work that reads the shard in host memory: the copy-in or, without a flat shard, the whole collective.
 
-        The host waits for it before it writes the shard. The collective may never complete, so it is recorded only where there
-        is no copy-in by itself.
+        The host waits for this work before it writes the shard. A collective may never complete, so it is recorded only without
+        a flat shard.
         """
         reads = copied if self.flat else call
         if reads is not None:
@@ -397,18 +397,18 @@ class ParamGroup:
         self.must_look = True
 
     def all_gather_copy(self, communicator: Communicator, action: str) -> list[Tensor]:
-        """All-gather into memory of its own, and return one tensor per parameter. Collective."""
+        """All-gather into new memory, and return one tensor per parameter. Collective."""
         self.check_device()
         with torch.no_grad():
             copy = self.gather_copy(communicator, action)
             return [parameter.sharding.to_module(view) for parameter, view in zip(self.parameters, copy.views)]
 
     def gather_copy(self, communicator: Communicator, action: str) -> FlatBuffer:
-        """All-gather into memory of its own. Collective."""
+        """All-gather into a new buffer. Collective."""
         return self.gather_now(communicator, self.make_buffer(), action)
 
     def gather_now(self, communicator: Communicator, buffer: FlatBuffer, action: str) -> FlatBuffer:
-        """All-gather into `buffer`, and return it once the compute stream is ordered behind that. Collective."""
+        """All-gather into `buffer`, order the compute stream behind that, and return `buffer`. Collective."""
         self.send(communicator, communicator.all_gather_stream, buffer.allocate(-1), action).wait()
         buffer.release_staging()
         return buffer
@@ -433,7 +433,7 @@ class ParamGroup:
 
     def finish_all_gather(self) -> None:
         """Release the staging memory of the all-gather, after the compute stream waited for it."""
-        # Freed before that wait, the memory could be reused on the compute stream while the all-gather stream still reads it.
+        # If it were freed before that wait, the compute stream could reuse it while the all-gather stream still reads it.
         if self._buffer is not None:
             self._buffer.release_staging()
 
@@ -454,7 +454,7 @@ class ParamGroup:
             self._buffer.drop_subgroup_shard()
 
     def invalidate_autograd(self) -> None:
-        """Increase the version counters of the freed parameters, so that a backward that saved them raises."""
+        """Increase the version counters of the unsharded parameters, so that a backward raises if its graph saved them."""
         torch.autograd.graph.increment_version(self._unsharded)
 
     def keep_memory(self, keep: bool) -> None:
@@ -481,7 +481,7 @@ class ParamGroup:
             ) from failure
 
     def drop_unsharded(self) -> None:
-        """Discard the unsharded buffer after an all-gather failed."""
+        """Discard the unsharded buffer, as after an all-gather failed."""
         self.uninstall()
         # Pending receives may still write to this memory, so it is not resized to 0. Each receive holds a reference, and the
         # storage is freed with the last one. The next all-gather creates a new buffer and new unsharded parameters in it.
@@ -491,7 +491,7 @@ class ParamGroup:
         self.note_unsharded()
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of the unsharded parameters. Not collective, as `take_gradients` may be for partial ones."""
+        """Discard the gradients of the unsharded parameters. Never collective; `take_gradients` may be."""
         for unsharded in self._unsharded:
             unsharded.grad = None
 
@@ -511,7 +511,7 @@ class ParamGroup:
         return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name) for p, grad in pairs]
 
     def new_sum(self, reduced: Tensor) -> Tensor:
-        """Return the memory of the sum over all ranks, (shard_layout.shard_numel,): `reduced`, the sum over shards, itself."""
+        """Return the memory of the sum over all ranks, (shard_layout.shard_numel,). Here: `reduced`, the sum over shards."""
         return reduced
 
     def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:
@@ -530,7 +530,7 @@ class GradientParts:
     """The gradients of a group as parts of a flat gradient, which are used again while nobody else holds them.
 
     Creating them costs more than all else that a commit does. A reduction takes them, and its commit gives them back.
-    `is_free`: the memory is freed, since the user let go of them.
+    `is_free`: their memory is freed, since nobody else held them.
     """
 
     __slots__ = ("_counts", "_inner", "_nbytes", "_specs", "flat", "grads", "is_free")
@@ -542,12 +542,12 @@ class GradientParts:
         self._counts = _torch.holders(grads, self._inner, flat) if _torch.counts_holders() else None
 
     def are_set(self, parameters: Sequence[Tensor]) -> bool:
-        """Return True if `.grad` of each parameter is its part, as it was made."""
+        """Return True if `.grad` of each parameter is still its part, with the same local tensor and spec."""
         is_same = all(map(operator.is_, map(_grad, parameters), self.grads))
         return is_same and _torch.are_as_made(self.grads, self._inner, self._specs)
 
     def free(self) -> None:
-        """Free the memory, if nobody holds a gradient (as a `.grad` does), a view of one, or its memory."""
+        """Free the memory, unless a `.grad` or anything else refers to a gradient, a view of one, or the memory."""
         is_whole = _torch.are_as_made(self.grads, self._inner, self._specs)
         if is_whole and _torch.holders(self.grads, self._inner, self.flat) == self._counts:
             self.is_free = True
@@ -574,7 +574,7 @@ class _Slots:
 
 
 def _zero_gaps(flat: Tensor, taken: Sequence[tuple[int, int]]) -> None:
-    """Write zeros between the ranges in `taken`, (start, number of elements) each, and after the last one."""
+    """Write zeros outside of the ranges in `taken`, each (start, number of elements)."""
     end = 0
     for start, size in [*sorted(taken), (flat.numel(), 0)]:
         if end < start:

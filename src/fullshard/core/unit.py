@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 # Extension points of a unit's life: functions that features outside of the engine add, and that the engine calls.
 
 FirstUse: TypeAlias = "Callable[[Unit, nn.Module], bool | None]"
-"""A check of a unit (`Unit.before_first_use`), called with the module whose forward begins. It is due again if it raises or
-returns True."""
+"""A check of a unit (`Unit.before_first_use`), called with the unit and the module whose forward begins. It stays due if it
+raises or returns True."""
 
 Originals: TypeAlias = Mapping[ShardedParameter, nn.Parameter]
-"""The parameters that one fully_shard() call sharded: what each was before, with its values."""
+"""The original Parameter, with its values, of each parameter that one fully_shard() call sharded."""
 
 UNIT_CREATED: list[Callable[[Unit, Originals | None], None]] = []
-"""Called with each new unit and its originals; None instead of them for a copy of a unit."""
+"""Called with each new unit and its originals, or None for originals if the unit is a copy."""
 
 ALLOCATION: list[Callable[[Unit], Callable[[], None]]] = []
-"""Called with a unit before `to_empty()` allocates memory for a module of it; what they return is called afterwards."""
+"""Called with a unit before `to_empty()` allocates memory for one of its modules. Each function returned is called after it."""
 
 BEFORE_STATE_DICT: list[Callable[[Unit], None]] = []
 """Called with each unit before `state_dict()` lists its parameters."""
@@ -51,7 +51,7 @@ _LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of 
 
 
 class Unit:
-    """One fully_shard call. A unit has modules, and its parameters in groups: none if other units own all parameters.
+    """One fully_shard call: modules, and groups of parameters. There are no groups if other units own all parameters.
 
     The life of a unit in one step, in the order of the methods below:
 
@@ -73,9 +73,9 @@ class Unit:
         *,
         global_id: int | None = None,
     ) -> None:
-        """Create a unit, and put its parameters into groups. `global_id`: of the unit that it is a copy of."""
+        """Create a unit, and put its parameters into groups. `global_id`: that of the original, for a copy."""
         self.runtime = runtime
-        self.unit_name = UnitName(type(modules[0]).__name__)  # shared with parameters and log, whose texts follow a new name
+        self.unit_name = UnitName(type(modules[0]).__name__)  # parameters and log share it, so their texts follow a new name
         # Equal on all ranks, unlike `number`: ranks may have created other units before.
         self.global_id = next(runtime.communicator.log_of(axis).unit_ids) if global_id is None else global_id
         self.axis = axis
@@ -84,24 +84,24 @@ class Unit:
         self.groups: list[ParamGroup] = []  # the parameters by dtypes, axis, device and requires_grad
         self._modules = [weakref.ref(module) for module in modules]  # weak, since modules refer to their unit
         self.is_list = len(modules) > 1
-        # From the outermost module that the unit ran below down to its own: a module, and the name of its child.
+        # The path from the outermost module that ran down to the unit's: each parent, and the name of its child on the path.
         self.path: list[tuple[weakref.ref[nn.Module], str]] = []
         self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules, and the handles of their hooks
         # Running forwards of its modules, outermost first: the id of the module, the index of the forward in `Runtime.trace`,
         # and the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
-        # Of the last forward: whether it moved its inputs to the device, since it was the outermost one; whether it had an
-        # output with a graph (None before the first one); and the units that it entered (True) and left, this one included.
+        # Of the last forward: whether it moved its inputs to the device, as outermost forwards do; whether an output had a
+        # graph (None at first); and the units that it entered (True) or left (False), in order, this one included.
         self.moves_inputs = False
         self.output_has_graph: bool | None = None
         self.last_order: Sequence[tuple[int, bool]] = ()
         self.shown_by = ""  # the call that shows plain Parameters on the modules, if one does
-        # While users hold the unsharded parameters: version and address of each at first. A change of either is a write.
+        # Version and address of each unsharded parameter when the user got it. A change of either is a write.
         self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
         self.first_use: list[FirstUse] = []  # checks that the next forward runs before it unshards, in order
         self.gathers_decided = False  # `decide_gathers` ran since the groups were built
-        self.names_units = False  # the units below have their names in this one, since it was the outermost one of a forward
+        self.names_units = False  # an outermost forward of this unit has named the units below by their path
         self.refused = ""  # why no forward may begin, with a remedy; "" if one may
         self.undone = False  # taken off its modules
         self.record: UnitRecord = runtime.register(self)  # where the parameters are, and what the scheduler expects
@@ -120,7 +120,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Its qualified name in the outermost module that was sharded or run around it, else the class of its first module."""
+        """Its qualified name in the outermost module around it that was sharded or ran, else the class of its first module."""
         return self.unit_name.name
 
     @property
@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The outermost module that the unit ran below, or its own first module; None once it is deleted."""
+        """The outermost module around the unit that ran, else the unit's first module; None once that module is deleted."""
         return self.path[0][0]() if self.path else self._modules[0]()
 
     @property
@@ -153,7 +153,7 @@ class Unit:
                 "write. Call it outside, or keep the model unsharded with resident()."
             )
         runs_outermost = record.running and scheduler.is_outermost(record.number) and not (self.is_list or self.methods)
-        if runs_outermost and not _torch.is_in_forward(module, outer=True):  # no hook told the end of that forward
+        if runs_outermost and not _torch.is_in_forward(module, outer=True):  # an earlier forward ended without its hook
             runtime.abort_in_progress()
         if _torch.current_graph_task() != -1:  # activation checkpointing
             self.check_first_use(module)
@@ -170,7 +170,7 @@ class Unit:
                 self.check_first_use(module)
             stale = False
             if record.residency is not Residency.SHARDED:
-                for group in self.groups:  # also if prefetched within this forward, in which the caller may have written (MoCo)
+                for group in self.groups:  # even if prefetched in this forward: the caller may have written since (MoCo)
                     stale = stale or group.stale
                 if record.residency is Residency.FULL:
                     self.uninstall()  # takes over `requires_grad`
@@ -184,13 +184,13 @@ class Unit:
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
         """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
 
-        `first`: before them, for a check of this rank alone.
+        `first`: run `check` before all others, if it does not communicate.
         """
         others = [one for one in self.first_use if one != check]
         self.first_use = [check, *others] if first else [*others, check]
 
     def check_first_use(self, module: nn.Module) -> None:
-        """Run the checks that are due, in order. One that raises is due again in the next forward, and those behind it."""
+        """Run the checks that are due, in order. A check that raises, and those after it, are due again in the next forward."""
         for check in self.first_use:
             if not check(self, module):
                 self.first_use = [one for one in self.first_use if one != check]
@@ -199,22 +199,22 @@ class Unit:
         """Reshard the parameters. Return the call for a `BackwardHook` on the outputs, None if it cannot have a backward."""
         runtime, scheduler, record = self.runtime, self.runtime.scheduler, self.record
         recomputes = _torch.current_graph_task() != -1
-        # Checkpointing ends a recomputation early by an exception. A failure is reported when it leaves backward.
+        # Checkpointing ends a recomputation early by an exception. A real failure is reported when it leaves backward.
         if failed and not recomputes:
             self._report_exception()
         key, traced = id(module), 0
-        for at in range(len(self.forwards) - 1, -1, -1):  # those inside of it that never ended go as well
+        for at in range(len(self.forwards) - 1, -1, -1):  # and drop forwards inside it that never ended
             if self.forwards[at][0] == key:
                 traced = self.forwards[at][1]
                 del self.forwards[at:]
                 break
-        # A forward that raised has no backward. Reshard it, or the next forward would compute with these parameters.
+        # A forward that raised has no backward. Reshard its unit, or the next forward would compute with these parameters.
         number, grad = record.number, torch.is_grad_enabled() and not failed
         if recomputes:  # the unit stays unsharded until its gradients are reduced
             call = scheduler.after_recompute(number, grad=grad)
             return call if grad else None
         if not record.running:
-            return None  # it raised before it began
+            return None  # the forward raised before it began
         # The call has ended, and with it the calls inside it that raised or were never finished.
         ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
         if self.is_list and record.running:  # other modules follow
@@ -226,24 +226,24 @@ class Unit:
             inner = runtime.unit(closed.unit)
             if inner is not None:
                 inner.uninstall()
-        # Parameters that stay unsharded leave the modules as well, where callers look for the sharded ones between forwards.
+        # Take parameters that stay unsharded off the modules as well: between forwards, callers expect the sharded ones.
         if record.residency is Residency.FULL and not record.is_pinned and not record.running:
             self.uninstall()
         if ended.actions:
             runtime.run(ended.actions)
-        # set_unshard_in_backward(False): a backward that needs the parameters in spite of that must raise.
+        # After set_unshard_in_backward(False), a backward that needs the parameters must raise.
         if grad and not self.options.gathers_in_backward and record.residency is Residency.SHARDED:
             for group in self.groups:
                 group.invalidate_autograd()
-        if runtime.reducer.in_flight.entries:  # of a backward without end, or of a model that was deleted
+        if runtime.reducer.in_flight.entries:  # of a backward that did not end the step, or of a deleted model
             runtime.reducer.poll()
         return ended.call if grad else None
 
     def has_raised(self, module: nn.Module) -> bool:
-        """Return True in an exception handler if the exception left the running forward of a module of the unit."""
+        """Return True if an exception that is being handled left the running forward of `module`."""
         failure = sys.exc_info()[1]
         handled = next((handled for key, _, handled in reversed(self.forwards) if key == id(module)), None)
-        return failure is not None and failure is not handled  # or the forward was called in a handler of its caller
+        return failure is not None and failure is not handled  # equal: the caller began the forward while handling it
 
     def _report_exception(self) -> None:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""
@@ -298,7 +298,7 @@ class Unit:
     def hook_late_grads(self) -> None:
         """Hook the unsharded parameters, for gradients that pass no hook on a graph.
 
-        These come from a second backward through the graph of the first one, or from a loss of a returned parameter itself.
+        Such gradients come from a second backward through the graph of the first, or from a returned parameter in the loss.
         """
         for parameter in self.parameters:
             full = parameter.unsharded
@@ -323,7 +323,7 @@ class Unit:
             group.free_unsharded()
 
     def expose(self) -> None:
-        """Record the versions of the unsharded parameters, which the user holds from now on."""
+        """Record version and address of each unsharded parameter: from now on the user holds it."""
         self.exposed = {
             one: (one.unsharded._version, one.unsharded.data_ptr()) for one in self.parameters if one.unsharded is not None
         }
@@ -357,12 +357,12 @@ class Unit:
         return self.residency is not Residency.SHARDED and any(group.stale for group in self.groups)
 
     def stale_in_backward(self) -> bool:
-        """Return True if the unsharded parameters are stale. What this backward prefetched is not, or its graph would be."""
+        """Return True if the unsharded parameters are stale, unless this backward prefetched them: its graph needs these."""
         scheduler = self.runtime.scheduler
         return scheduler.prefetched.get(self.record.number) != scheduler.phase and self.stale
 
     def invalidate_unsharded(self) -> None:
-        """Drop the unsharded parameters, before the groups are built again."""
+        """Drop the unsharded parameters, and the parts that smaller groups of ranks keep."""
         if self.number in self.runtime.gathering or self.residency is Residency.FULL:
             self.uninstall()
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
@@ -373,12 +373,12 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
-        Before the first all-gather also DTensors that were assigned otherwise, as transformers does to load checkpoints. Raises
-        StateError, before any shard changes, if the user assigned another Parameter to a module, or if it is impossible now.
+        Before the first all-gather, also take over DTensors assigned in other ways, as transformers loads checkpoints. Raises
+        StateError, before any shard changes, if the user assigned another Parameter, or if dtype or device cannot change now.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
-            assigned: True after load_state_dict() and materialize(), which put other Parameters on the modules.
+            assigned: True after load_state_dict() and materialize(), which may put other Parameters on the modules.
         """
         first = not self.gathers_decided
         values = [parameter.read_slots(assigned=assigned, dtensors=first) for parameter in self.parameters]
@@ -409,7 +409,7 @@ class Unit:
             group.count_anew()
 
     # --- public calls; those that may be illegal check that first ---
-    # Callers obtain the unit from `require_unit` or `units_of`, which start over after an interrupt.
+    # Callers obtain the unit from `require_unit` or `units_of`, which reset what an interrupt left.
 
     def unshard(self) -> None:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""
@@ -495,7 +495,7 @@ class Unit:
             )
 
     def prepare_step(self, group: ParamGroup) -> None:
-        """Wait for what reads the shards of a group, before an optimizer writes them. Raise StateError if it may not now."""
+        """Wait for copies that read shards in host memory, before an optimizer step. Raise StateError if a step is illegal."""
         self.runtime.recover()
         self.runtime.reducer.heartbeats.read()
         if self.record.running and any(_torch.is_in_forward(module) for module in self.modules):
@@ -528,8 +528,8 @@ class Unit:
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """Change options that the groups depend on, and build the groups again. Gradients kept by `accumulate()` stay.
 
-        Call `check_rebuildable` of all units before the first one changes. Groups of ranks that build them differently have
-        other fingerprints, so all ranks raise at the next all-gather. Raises as `check_rebuildable`.
+        Call `check_rebuildable` of all units before the first one changes. If ranks build different groups, the
+        fingerprints differ, and all ranks raise at the next all-gather. Raises as `check_rebuildable`.
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
@@ -551,7 +551,7 @@ class Unit:
                 parameters = [self.parameters[i] for i in members]
                 axis = parameters[0].sharding.axis
                 collectives = self.runtime.communicator.collectives_of(axis, self.options)
-                # From the backends; infinite for custom collectives that work in memory of their own, where all is packed.
+                # From the backends; infinite for custom collectives with memory of their own, which pack all parameters.
                 direct_min_bytes = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 storage = self._storage(direct_min_bytes)
                 members_text = [(p.name, tuple(p.shape), p.sharding.dim) for p in parameters]
@@ -568,7 +568,7 @@ class Unit:
                         unwritten=unwritten,
                     )
                 )
-        # Nothing above changes a parameter, so that a failure, as of an allocation, leaves the former groups in use.
+        # Nothing above changes a parameter. So after a failure, such as of an allocation, the former groups stay in use.
         unit = weakref.ref(self)
         for group in groups:
             group.bind_parameters()
@@ -597,9 +597,9 @@ class Unit:
         )
 
     def decide_gathers(self) -> None:
-        """Build the groups again if the user changed, since they were built, how a parameter is sent or reduced.
+        """Build the groups again if the user has since changed how a parameter is sent or reduced.
 
-        That is by all-gather hooks on the parameter, its `grad_dtype`, or a cast of a module inside of the unit. Raises
+        Such changes are all-gather hooks on a parameter, its `grad_dtype`, and a cast of a module inside of the unit. Raises
         StateError for a parameter that cannot be all-gathered.
         """
         self.refresh()
@@ -612,7 +612,7 @@ class Unit:
 
 
 def late_gradient(reference: weakref.ref[Unit], _: Tensor) -> None:
-    """Enter the backward of a unit in which a gradient was accumulated although no hook on an output of the unit ran."""
+    """Enter the backward of a unit that accumulated a gradient although no hook on its outputs ran."""
     unit = reference()
     if unit is None or unit.undone:
         return
@@ -625,10 +625,10 @@ def late_gradient(reference: weakref.ref[Unit], _: Tensor) -> None:
 
 
 def is_attached(path: Sequence[tuple[weakref.ref[nn.Module], str]]) -> bool:
-    """Return True if the modules of the unit with this `path` are still at it in the model.
+    """Return True if the unit with this `path` is still in that place in the model.
 
-    Whether a module is alive may differ between ranks, since one rank may keep a reference to it; its place in the model does
-    not. So the scheduler may depend on this.
+    Whether a module is alive may differ between ranks, since one rank may keep a reference to it. Its place in the model is
+    equal on all ranks, so the scheduler may depend on it.
     """
     if not path:
         return True  # the outermost one

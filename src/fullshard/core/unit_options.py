@@ -18,7 +18,7 @@ ReduceHook = Callable[[Tensor], None]
 class KeepAfterForward(enum.Enum):
     """Which unsharded parameters stay after a forward with grad.
 
-    After one without grad only those of KEPT units stay, and those that the user keeps with resident().
+    After a forward without grad, only the parameters of KEPT units and of units in resident() stay.
     """
 
     NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
@@ -33,12 +33,12 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars, which it never sees, are divided as usual.
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars bypass that: divide them by the number of ranks.
     custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
-    # All-reduce hook, called with this rank's reduced shard after the last collective, before the division that is left for
-    # then and the cast to the grad dtype. It also runs without replicas.
+    # All-reduce hook, called with this rank's reduced shard after the last collective, before any remaining division and
+    # the cast to the grad dtype. The hook also runs without replicas.
     hook: ReduceHook | None = None
     hook_stream: Any = None  # stream that the hook runs on
 
@@ -55,24 +55,24 @@ class UnitOptions:
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
-    gathers_in_backward: bool = True  # backward needs the unsharded parameters
+    gathers_in_backward: bool = True  # backward unshards the parameters
     sync_gradients: bool = True
     last_backward: bool = True
-    ended_by: str = ""  # the call by which the user ends the step; "" if the end of the last backward does
+    ended_by: str = ""  # the call by which the user ends the step; "" if the last backward ends it
     keep_after_backward: bool = False
 
     # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Everything else
     # reads them here at each use, so there is nothing more to update.
-    mp: MixedPrecisionPolicy  # `hooks.py` reads the dtypes of inputs and outputs at each forward: `configure` changes those
+    mp: MixedPrecisionPolicy  # `hooks.py` reads input and output dtypes at each forward, so `configure` can change these two
     comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
     checks: CheckPolicy  # `configure` changes it
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
     separate_reduce: bool = False  # reduce-scatter on a process group of its own
     gather_adapter: Adapter | None = None  # replaces the collectives of all-gathers
-    reduce_adapter: Adapter | None = None  # replaces those of reduce-scatters
+    reduce_adapter: Adapter | None = None  # replaces the collectives of reduce-scatters
 
-    keep_memory: bool = False  # of unsharded parameters, at its address; the groups and their buffers follow it
+    keep_memory: bool = False  # of unsharded parameters, at one address; the groups and their buffers copy this
     sync: str = "check"  # fixed: read when the module is sharded, and in the first forward
 
     # From the options above.
@@ -80,7 +80,7 @@ class UnitOptions:
     stays_after_backward: bool = field(init=False)  # no backward reshards the unit
     ends_step: bool = field(init=False)  # the end of the backward ends the step: `.grad` is set
     reduces: bool = field(init=False)  # the end of the unit's backward reduces its gradients; else they are kept on this rank
-    defers: bool = field(init=False)  # it reduces them over shards only, and leaves the rest to a later backward
+    defers: bool = field(init=False)  # it reduces over shards only; a later backward reduces over replicas
 
     def __post_init__(self) -> None:
         kept = self.states.keeps_parameters

@@ -24,15 +24,15 @@ def detach_unit(module: nn.Module) -> None:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit whose root (or one of whose roots) `module` is."""
+    """Return the unit that has `module` among `Unit.modules`, or None."""
     return module.__dict__.get(UNIT)
 
 
-# Each public call obtains its units from the functions below, which reset what an interrupt left.
+# Public calls obtain units by `recovered`, `require_unit` or `units_of`. Each of these resets what an interrupt left.
 
 
 def recovered(unit: Unit) -> Unit:
-    """Return `unit`, after its runtime was reset if an interrupt broke off an event or a wait."""
+    """Return `unit`. If an interrupt broke off an event or a wait, reset the runtime of the unit first."""
     if unit.runtime.communicator.interrupted:
         unit.runtime.recover()
     return unit
@@ -68,16 +68,16 @@ def units_below(roots: Iterable[nn.Module]) -> list[Unit]:
 
 
 def own_modules(*roots: nn.Module) -> Iterator[nn.Module]:
-    """Yield these modules and those below them, without those of other units."""
+    """Yield `roots` and their submodules. Omit submodules that have a unit, with everything below them."""
     for root in roots:
         yield root
         yield from own_modules(*(child for child in root.children() if unit_of(child) is None))
 
 
 def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
-    """Name the units below `module` by their path in it; a module around it renames them later.
+    """Name the units below `module` by their path in it. A later call for an outer module renames them.
 
-    runs: True in a forward of `module`, which is the outermost one.
+    runs: True if an outermost forward of `module` begins; then record the path of each unit, too.
     """
     for name, inner in module.named_modules():
         unit = unit_of(inner)
