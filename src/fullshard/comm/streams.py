@@ -60,18 +60,18 @@ class Interrupted(RuntimeError):
 
 
 class CollectiveCall(LoggedCall):
-    """A collective on a stream, and its entry in the log; in none if `HostStream.run` or `DeviceStream.run` made the call.
+    """A collective on a stream, and its entry in the log. Calls that a stream's `run` creates have no entry.
 
-    While a thread waits for it, the watchdog sees the call.
+    While a thread waits for a logged call, the watchdog sees the call.
     """
 
-    # These are defaults, and who makes a call sets the others: a constructor would cost one more Python call per collective.
-    streams: Streams | None = None  # on which `Streams.send` sent it
-    hash: int  # of all calls up to this one, from which messages get their tag; set if it starts later
-    start: Callable[[], Started] | None = None  # starts it later; None once it has started
+    # Class attributes are defaults; the creator of a call sets the rest. A constructor would cost a Python call per collective.
+    streams: Streams | None = None  # whose `send` created this call; None without an entry in the log
+    hash: int  # of the log up to this call, for the tag of its messages; set only if `begin` may start the call
+    start: Callable[[], Started] | None = None  # for `begin`; None once it has started
 
-    work: Work | None = None  # on a lane of the caller's own
-    event: torch.Event | None = None  # on a device stream: recorded after it
+    work: Work | None = None  # on a custom lane
+    event: torch.Event | None = None  # on a device stream: recorded after `finish`
     device: torch.device  # of that stream
 
     # On the CPU, the thread that waits for a collective runs its copies and starts the collective that follows it.
@@ -82,7 +82,7 @@ class CollectiveCall(LoggedCall):
     followers: tuple[CollectiveCall, ...] = ()
 
     def begin(self) -> StartedWork:
-        """Start the collective, later than it was sent. Raises StateError if the log is closed."""
+        """Start the collective, for a custom lane or once `after` was waited for. Raises StateError if the log is closed."""
         start, self.start = self.start, None  # break the reference cycle: the owner of `start` may hold this call
         assert start is not None
         if self.streams is not None:
@@ -147,7 +147,7 @@ class CollectiveCall(LoggedCall):
             if state is None:
                 raise
             raise streams.error_for(failure, self) from failure
-        except BaseException as interrupt:  # most come here, where the host spends its time waiting
+        except BaseException as interrupt:  # most interrupts come during waits, where the host spends its time
             self.failure = Interrupted(  # the collective and its copies may be complete or not
                 f"The collective cannot complete: {type(interrupt).__name__} interrupted an earlier wait for it. "
                 "Run the step again."
@@ -234,7 +234,7 @@ def nothing() -> None:
 class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
-    The all-reduces are those over replicas; all other collectives that are no all-gathers run on the reduce-scatters' stream.
+    Collectives over replicas run on the all-reduce stream; all others, except all-gathers, on the reduce-scatter stream.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -247,8 +247,8 @@ class Streams:
         kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
         # The device if it runs asynchronously, as an accelerator does; None for the CPU.
         self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
-        # For the casts and copies from host memory before an all-gather, so that those of the next unit do not wait for the
-        # all-gather of this one; None on the CPU, where they are part of the all-gather.
+        # For copy-ins (casts, copies from host memory): that of the next unit need not wait for the all-gather of this one.
+        # None on the CPU, where the copy-in is part of the all-gather.
         self.copy_in_stream = None if self.async_device is None else lanes(device)
         self._are_pollable = kinds == {DeviceStream}  # from any thread, so also from the watchdog's
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
@@ -276,7 +276,7 @@ class Streams:
     ) -> CollectiveCall:
         """Run a collective on a stream, log it, and return the call, to be waited for.
 
-        The fingerprints, of a parameter group or of another caller, name the log; `action` is the text of the call there, equal
+        `fingerprints`, of a parameter group or another caller, has the log. `action` is the text of the call in the log, equal
         on all ranks. `finish` is called on the stream after the collective completes. With `after`, work of another stream, the
         collective starts behind it instead of behind the compute stream. A `part` continues the call that was logged last, and
         is not logged again.
@@ -293,7 +293,7 @@ class Streams:
             log.append(fingerprint)
         call.number = log.before + len(log.fingerprints)
         try:
-            if type(stream) is HostStream and after is None:  # as `run` does, without a call of it
+            if type(stream) is HostStream and after is None:  # as `run` does, without the cost of calling it
                 if log.tagged:
                     self.message_tag.hash = log.hash
                 call.finish, call.pending = finish, start()
@@ -345,7 +345,7 @@ class Streams:
         for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):
             if stream is not None:
                 stream.run(StartedWork, nothing).wait()
-        # The interrupt may have come before a stream was ordered behind the backend's own stream, so events are not enough.
+        # An interrupt may have come before a stream was ordered behind the backend's own stream, so events are not enough.
         if self.async_device is not None:
             torch.accelerator.synchronize(self.device.index)
 
@@ -369,10 +369,10 @@ class InFlight:
             self._leave()
 
     def push(self, work: Work, on_done: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep the objects that `on_done` refers to alive until `work` has been waited for, then call it to free the memory.
+        """Keep the objects that `on_done` refers to alive until `work` has been waited for, then call `on_done` to free them.
 
-        With `polled`, `poll` may release the entry once its work completes. That moment differs between ranks, so it must be
-        False if `on_done` starts a collective.
+        With `polled`, `poll` may release the entry once its work completes. That moment differs between ranks, so `polled` must
+        be False if the wait or `on_done` starts a collective.
         """
         self.entries.append((work, on_done, polled))
 

@@ -58,15 +58,15 @@ class Communicator(Streams):
         super().__init__(device, lanes)
         self.traffic = TrafficCounter()
         self._collectives: dict[dist.ProcessGroup, Collectives] = {}
-        # By `ShardAxis.key`. The process groups of the axis are kept, since the key contains their ids.
+        # By `ShardAxis.key`. The process groups are kept alive, since the key contains their ids.
         self._logs: dict[tuple[int, int], tuple[CollectiveLog, list[dist.ProcessGroup]]] = {}
         self._limits: tuple[float, float | None] = (1.0, None)  # patience and timeout in seconds
 
     # --- logs ---
 
     def log_of(self, axis: ShardAxis) -> CollectiveLog:
-        """Return the log of an axis, which is the same one as long as its process groups exist."""
-        if axis.hybrid is not None:  # the shards of its parameters are not communicated in forward and backward, except by hops
+        """Return the log of an axis: the same log as long as the process groups of the axis exist."""
+        if axis.hybrid is not None:  # forward and backward communicate in two hops, which the log of the hybrid axis has
             self.log_of(axis.hybrid)
             log, groups = self._logs[axis.hybrid.key]
             if axis.group is not None and axis.group not in groups:
@@ -86,7 +86,7 @@ class Communicator(Streams):
             log.tagged = self.async_device is None and carries_tags(backend, axis.device)
             watchdog = watchdog_of(backend)
             if watchdog is not None:
-                if watchdog is not self.watchdog:  # the first one, or that of a process group created after a destroyed one
+                if watchdog is not self.watchdog:  # the first one, or a new one after the process groups were destroyed
                     self.watchdog, self.wait_state = watchdog, watchdog.new_wait_state()
                     self.wait_state.patience, self.wait_state.timeout = self._limits
                 log.abort = partial(abort_groups, groups, self.device)
@@ -117,12 +117,12 @@ class Communicator(Streams):
             raise
 
     def roll_blocks(self) -> None:
-        """Drop old calls from the logs at the begin of a step: a program without heartbeats would keep all calls otherwise."""
+        """Drop old calls from the logs when a step begins. Otherwise only reading a hash (heartbeats, tags) drops them."""
         for log, _ in self._logs.values():
             log.roll_block()
 
     def update_timeouts(self, checks: Sequence[CheckPolicy]) -> None:
-        """Set patience and timeout to the shortest of these check policies, which are those of all units."""
+        """Set patience and timeout to the shortest ones of `checks`, the check policies of all units."""
         timeouts = [check.timeout for check in checks if check.timeout is not None]
         self._limits = min((check.patience for check in checks), default=1.0), min(timeouts, default=None)
         if self.wait_state is not None:
@@ -171,7 +171,7 @@ class Communicator(Streams):
         return GroupCollectives(gather, reduce, replicate, gather, retain, self.traffic)
 
     def _observed(self, group: dist.ProcessGroup | None, comm: CommPolicy) -> ObservedCollectives:
-        """Return the collectives of a process group, or those that the policy has for it."""
+        """Return the collectives of a process group, counted: the policy's for it, else the backend's."""
         if comm.collectives is None or group is None:
             return ObservedCollectives(self.collectives_of_group(group), self.traffic)
         given = comm.collectives(group)

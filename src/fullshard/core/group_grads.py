@@ -1,4 +1,4 @@
-"""Gradients of a group that are kept between backwards, and what ranks compare of `.grad`."""
+"""Gradients of a group that are kept between backwards, and the state of `.grad` that ranks compare."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fullshard.core.sharded_param import ShardedParameter
 class GroupGradients:
     """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
 
-    `foresight/group.py` and `wrap/plan_messages.py` predict what this class and `Reduction` allocate and send, in their order:
-    change them together. Dtypes they take from the same `Dtypes`.
+    `foresight/group.py` and `wrap/plan_messages.py` predict what this class and `Reduction` allocate and send, in the same
+    order: change all of them together. They take dtypes from the same `Dtypes`.
 
         backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
@@ -26,14 +26,14 @@ class GroupGradients:
         # Whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this group on
         # this rank.
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
-        for parameter in parameters:  # of an earlier group, whose parameters had another dtype
+        for parameter in parameters:  # an earlier group may have kept gradients in another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
         # Of the last reduction, if its all-reduce over replicas is deferred: the sum over the shards, and for each parameter
         # whether this rank had a gradient.
         self.deferred: tuple[Tensor, list[bool]] | None = None
-        # Whether a commit was made since gradients were last discarded. Only then does the log say whether the next commit adds
-        # to `.grad`, which may differ between ranks after a failed step.
+        # Whether a commit was made since gradients were last discarded. Only then does the log say whether a reduction adds to
+        # `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.
         self.has_committed = False
 
     @property
@@ -42,7 +42,7 @@ class GroupGradients:
         return self.has_local or self.deferred is not None
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of these."""
+        """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of the kept ones."""
         self.has_local = True
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:

@@ -1,4 +1,4 @@
-"""The heartbeat: one small collective at the end of a synchronised backward, which also finds ranks that diverged."""
+"""The heartbeat: one small all-reduce at the end of a synchronised backward. It also finds ranks that diverged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def message_length(parameters: int) -> int:
 
 
 class Heartbeat:
-    """Bytes that are all-reduced to their maximum over all ranks, in memory that is used again, which costs less than new one.
+    """Bytes that are all-reduced to their maximum over all ranks. Their memory is reused, since new memory costs more.
 
         0..7    hash of the log
         8..15   255 minus each of these bytes
@@ -39,15 +39,15 @@ class Heartbeat:
     The maximum of 255 - x is 255 minus the minimum of x. So if a byte of the hash differs between ranks, each rank finds one of
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
-    It is read when that costs nothing: at once on the CPU, in a later step on an accelerator. Only a rank that left a parameter
-    without `.grad` unused needs the flags at once: None is right if no rank used it, and only the host can leave it at None.
+    It is read when that costs nothing: at once on the CPU, in a later step on an accelerator. A rank needs the flags at once
+    only if it did not use a parameter whose `.grad` is None: the host must leave it None if no rank used the parameter.
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.
     """
 
     log: CollectiveLog  # the log that it compares
-    reductions: list[Reduction]  # those that it ends; empty once their gradients are set
+    reductions: list[Reduction]  # those that it ends; empty once `release` was called
 
     def __init__(self, length: int, async_device: torch.device | None) -> None:
         """Allocate the memory. `async_device`: the device if it runs asynchronously, else None."""
@@ -120,7 +120,7 @@ class Heartbeats:
         self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
-        """Send one heartbeat per log for the reductions to end, each with the steps per heartbeat (`CheckPolicy.every`)."""
+        """Send one heartbeat per log that has one due. `reductions`: (`CheckPolicy.every`, reduction to end) each."""
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
         for every, reduction in reductions:
             logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
@@ -158,10 +158,9 @@ class Heartbeats:
             self._check(beat)
 
     def read(self, *, keep: int | None = None) -> None:
-        """Read the heartbeats that have completed. With `keep`, wait for all but the last `keep` and read those.
+        """Read the heartbeats that have completed. With `keep`, wait for all but the last `keep`, and read them.
 
-        The last `keep` stay unread even if they have completed: they belong to the backward that sent them until its gradients
-        are set.
+        The last `keep` stay unread even if they have completed: the backward that sent them still uses them, until `release`.
         """
         unread = self._unread
         while len(unread) > (keep or 0) and (keep is not None or unread[0][1].done()):
@@ -171,7 +170,7 @@ class Heartbeats:
             self._free.append(beat)
 
     def release(self, sent: Sequence[SentHeartbeat]) -> None:
-        """Drop the reductions of these heartbeats, whose gradients are set, and use those that are read again."""
+        """Drop the reductions of these heartbeats, and make the heartbeats that have been read free for reuse."""
         unread = {id(beat) for beat, _ in self._unread}
         for beat, _ in sent:
             beat.reductions = []  # their memory must not be kept until the heartbeat is read
@@ -179,7 +178,7 @@ class Heartbeats:
                 self._free.append(beat)
 
     def clear(self) -> None:
-        """Drop all heartbeats unread, and their memory: the compute stream must be ordered behind them."""
+        """Drop all unread heartbeats and their memory. The compute stream must be ordered behind the heartbeats."""
         self._unread.clear()
 
     def _check(self, beat: Heartbeat) -> None:

@@ -10,8 +10,8 @@ ALIGN_BYTES = 16
 KIB, MIB = 1 << 10, 1 << 20
 
 # A direct parameter has a collective of its own; packed parameters share one (see `DirectRule`).
-MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a direct parameter that the default rule chooses
-MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a direct parameter that the default rule chooses
+MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a parameter that `automatic` makes direct
+MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a parameter that `automatic` makes direct
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
 MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
 MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters that may be direct
@@ -22,12 +22,12 @@ def _ceil_div(numerator: int, denominator: int) -> int:
 
 
 def staging_limit(nbytes: int) -> int:
-    """Return how many bytes of parameters a group of `nbytes` bytes may pack."""
+    """Return the packed bytes above which a group of `nbytes` bytes makes more parameters direct."""
     return max(32 * MIB, nbytes // 10)
 
 
 def slice_limit(nbytes: int) -> int:
-    """Return the bytes of one slice of a group's gradients of `nbytes` bytes, so that MAX_SLICES slices suffice."""
+    """Return the maximum bytes of a sliced message, so that MAX_SLICES messages suffice for gradients of `nbytes` bytes."""
     return max(32 * MIB, _ceil_div(nbytes, MAX_SLICES))
 
 
@@ -50,7 +50,7 @@ class DirectRule:
 
     @classmethod
     def of(cls, limit: float | None, least: float) -> DirectRule:
-        """Return the rule for the caller's limit, None for none, on a backend that wants chunks of at least `least` bytes."""
+        """Return the rule for the caller's `limit`; if None, for the backend's, `least`. If `least` is inf, all are packed."""
         if limit is None or least == inf:
             return cls(least, automatic=least < inf)
         return cls(limit)
@@ -78,7 +78,7 @@ class DirectRule:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Rows that one rank owns of a dim that is divided into equal chunks; `of_rank` divides by torch.chunk's rule.
+    """Rows of one rank along a dim that is divided into equal chunks. `of_rank` sizes the chunks as torch.chunk does.
 
     row     0   1 | 2   3 | 4   .       length=5, ranks=3, chunk=2
     rank      0   |   1   |   2         rank 2 owns [4, 5) and pads one row
@@ -111,13 +111,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ParamOffsets:
-    """Offset of one parameter in the flat shard, in elements, and so in the unsharded buffer.
+    """Place of one parameter in the flat shard and in the unsharded buffer, in elements.
 
         flat shard        ...[offset, offset + size)...                   the chunk, padding included
-        unsharded buffer  ...[ranks * offset, ranks * (offset + size))... the parameter is in front
+        unsharded buffer  ...[ranks * offset, ranks * (offset + size))... the parameter, then padding
 
-    If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise they are not: the parameter is `permuted`.
-    It is packed, and each rank's block is copied to its place along `dim` after an all-gather, and from it before a reduction.
+    If `dim` is 0, the shards concatenated in rank order are the parameter. Otherwise the parameter is `permuted` and always
+    packed: each rank's block is copied to its place along `dim` after an all-gather, and from there before a reduction.
     """
 
     shape: tuple[int, ...]  # unsharded
@@ -134,7 +134,7 @@ class ParamOffsets:
     @property
     def chunk(self) -> int:
         """Rows of the chunk along `dim`, padding included."""
-        return self.size * self.shape[self.dim] // max(1, prod(self.shape))  # elements of the chunk, by elements of a row
+        return self.size * self.shape[self.dim] // max(1, prod(self.shape))  # elements of the chunk / elements of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Slice:
 
 
 def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple[tuple[Slice, ...], ...]:
-    """Divide the chunks of parameters into messages of about equal size, at most `limit` elements over all ranks, rounded up.
+    """Divide the chunks of parameters into messages of about equal size: at most ceil(limit / ranks) elements per rank.
 
     `sizes`: (parameter, elements of its chunk) for each parameter.
 
@@ -199,12 +199,12 @@ class ReductionLayout:
 
     packed: Bucket | None  # the packed gradients, in one reduce-scatter; None if there are none
     direct: tuple[int, ...]  # parameters with a reduce-scatter of their own, from the gradient that autograd computed
-    # direct parameters that are uneven or whose gradients are cast: for each reduce-scatter, the slices of their chunks
+    # the other direct parameters, which are uneven or whose gradients are cast: their slices in each reduce-scatter
     slices: tuple[tuple[Slice, ...], ...]
 
     @property
     def messages(self) -> int:
-        """Number of collective calls. The first slice shares its call with the packed and the direct gradients."""
+        """Number of reduce-scatter calls. The first one reduces the packed and the direct gradients as well."""
         return max(len(self.slices), int(self.packed is not None or bool(self.direct)))
 
 
@@ -244,7 +244,7 @@ class GroupLayout:
         return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
-        """Plan the collectives that reduce the gradients, in a dtype of `itemsize` bytes, which they have already if `as_is`.
+        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: they have this dtype already.
 
         `in_order`: collectives run one after the other on their stream, so that large ones may run in slices.
         """
@@ -272,7 +272,7 @@ def plan_layout(
     direct: DirectRule,
     outer: int = 1,
 ) -> GroupLayout:
-    """Lay out parameters of unsharded `shapes`, each with at least one dim, that are sharded along `dims`, 0 for all if None.
+    """Lay out parameters of unsharded `shapes`, each with at least one dim. `dims`: the sharded dim of each; None for 0.
 
     `itemsize`: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
     `outer`: number of neighbouring ranks whose chunks a first hop gathers. The rule `direct` then applies to the second hop.
@@ -287,7 +287,7 @@ def plan_layout(
 
     per_rank = [outer * chunk * itemsize for chunk in chunks]  # bytes
     chosen = direct.choose(per_rank, [dim == 0 for dim in dims], ranks // outer)
-    chosen = {index for index in chosen if chunks[index] * itemsize % ALIGN_BYTES == 0}  # in the first hop as well
+    chosen = {index for index in chosen if chunks[index] * itemsize % ALIGN_BYTES == 0}  # aligned in the first hop as well
     even = {index for index in chosen if chunks[index] * ranks == prod(shapes[index])}
     # packed parameters first, then direct ones with even chunks last: `reduction` packs a prefix of the flat shard
     order = sorted(range(len(shapes)), key=lambda i: (i in chosen, dims[i] != 0, i in even))

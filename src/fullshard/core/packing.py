@@ -32,9 +32,9 @@ class ReductionPlan:
     pick: Callable[[Sequence[Any]], Sequence[Tensor]] | None
     gaps: list[Tensor]  # inputs of the gaps, (ranks, size) zeros in the compute dtype
     direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
-    slices: tuple[tuple[Slice, ...], ...]  # slices of each further reduce-scatter
-    blocks: frozenset[int]  # indices of packed parameters that torch.chunk along dim 0 would divide otherwise
-    casts_whole: bool  # whether what is packed is concatenated first and then cast as a whole
+    slices: tuple[tuple[Slice, ...], ...]  # slices in each reduce-scatter; the first also has `packed` and `direct`
+    blocks: frozenset[int]  # indices of packed parameters whose chunks are not those of torch.chunk along dim 0
+    casts_whole: bool  # whether packed gradients are concatenated first and then cast as a whole
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # (shape, strides, offset) of each part of the flat gradient
     dtype: torch.dtype  # dtype of `.grad`
 
@@ -79,15 +79,15 @@ class ReductionPlan:
 
 
 def casts_whole(numel: int, dtypes: Dtypes, *, on_cpu: bool) -> bool:
-    """Return True if a packed input of so many elements is concatenated before it is cast.
+    """Return True if a packed input of `numel` elements is concatenated before it is cast.
 
-    On the CPU, a cast of each tensor takes more time than all else of a small unit, and one of all of them at most 1 MiB.
+    On the CPU, to cast each tensor takes longer than all else of a small unit. One cast of all needs at most 1 MiB of memory.
     """
     return on_cpu and numel * dtypes.compute.itemsize <= 1 << 20
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function of C that picks these items."""
+    """Return a function, written in C, that picks the items at `indices`."""
     if len(indices) == 1:
         return operator.itemgetter(slice(indices[0], indices[0] + 1))
     return operator.itemgetter(*indices) if indices else tuple

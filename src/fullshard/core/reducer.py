@@ -20,7 +20,7 @@ from fullshard.errors import StateError
 class Listener:
     """Follows the backwards of one runtime, as a member of `Runtime.listeners`. Its methods do nothing unless overridden.
 
-    A listener may run actions of the scheduler, as for units whose backward this rank enters without computing.
+    A listener may run actions of the scheduler, for example of units whose backward this rank enters without computing.
     """
 
     def before_backward(self, call: ForwardCall) -> None:
@@ -33,14 +33,14 @@ class Listener:
         """Forget what belongs to these units (by number), since a forward or backward of theirs failed."""
 
     def on_discard(self, unit: Unit) -> None:
-        """Forget the gradients of a unit that are not in `.grad` yet, which are discarded."""
+        """Forget the gradients of a unit that are not in `.grad` yet: they are discarded."""
 
 
 class GradientReducer:
     """Reduces the gradients of one runtime, and sets `.grad` at the end of a step.
 
     The gradients of a step are set together, after its heartbeat: if the step raises, all of them are set or none. Only groups
-    with hooks on their parameters get theirs earlier, since the hooks run as soon as the gradients are reduced.
+    with hooks on their parameters get theirs earlier, since these hooks run during backward.
     """
 
     def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:
@@ -51,24 +51,24 @@ class GradientReducer:
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
         # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
         self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-        # Since the last heartbeat. Weak references, so that a model can be deleted before the backward that ends its step.
+        # Of steps that have not ended. Weak references, so that a model can be deleted before the backward that ends its step.
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
         self.replicates = False  # True once a reduction over replicas was started
         self.merged = False  # True if reductions in flight contain gradients that earlier backwards kept
-        # The reductions whose gradients are certain to be set, even after an interrupt; None before and after that.
+        # From `_decide` to the end of `assign_grads`: the reductions to commit, even after an interrupt. Else None.
         self.decided: list[Reduction] | None = None
 
     @property
     def _undelivered(self) -> list[tuple[Unit, Reduction]]:
-        """The reductions since the last heartbeat, with their units."""
+        """The reductions of steps that have not ended, with their units."""
         return [(unit, reduction) for reference, reduction in self._reduced if (unit := reference()) is not None]
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None], *, last: bool = False) -> None:
         """Start to reduce the gradients of a group or, if its unit does not reduce in this backward, keep them on this rank.
 
-        The list is cleared if the reduction starts. With `last`, by which the user ends the step, only units without gradient
-        sync still keep gradients.
+        `grads` is cleared if the reduction starts. With `last` (the user ends the step), only units without gradient sync
+        keep gradients.
         """
         if not (unit.options.sync_gradients if last else unit.options.reduces):
             group.grads.accumulate(grads)
@@ -104,9 +104,9 @@ class GradientReducer:
         work = communicator.send(
             communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish
         )
-        # The result of polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on
-        # the CPU the all-reduce starts when the reduce-scatter is waited for. Do not poll either if the allocation of memory is
-        # a collective (symmetric memory).
+        # The result of polling differs between ranks. Do not poll a reduce-scatter before an all-reduce over replicas: on the
+        # CPU the wait for the reduce-scatter starts the all-reduce. Do not poll any collective whose memory is allocated by
+        # another collective (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
         self.in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
         if reduction.factors.has_second_step:
@@ -143,7 +143,7 @@ class GradientReducer:
         return _is_deferred(unit) or any(owner is unit and not reduction.committed for owner, reduction in self._undelivered)
 
     def check_delivered(self, unit: Unit, *, doing: str) -> None:
-        """Raise StateError if gradients of the unit are not in `.grad` yet and its groups are about to be built again."""
+        """Raise StateError if gradients of the unit are not in `.grad` yet. `doing`: the call that cannot go on then."""
         if self.is_undelivered(unit):
             raise StateError(
                 f"{doing} came while gradients of unit '{unit.name}' are reduced, but not in .grad yet. {unit.options.remedy}"
@@ -180,7 +180,7 @@ class GradientReducer:
                 raise StateError(
                     f"optimizer.step() was called while unit '{unit.name}' has a gradient of '{parameter.name}' that no "
                     "backward reduced: no tensor was found in the output of its forward, or the parameter was used outside of "
-                    "it. Return tensors in lists, tuples, dicts or dataclasses, or register the class of the output with "
+                    "forward. Return tensors in lists, tuples, dicts or dataclasses, or register the class of the output with "
                     "torch.utils._pytree.register_pytree_node."
                 )
             if parameter.local_grad is not None:
@@ -213,9 +213,9 @@ class GradientReducer:
             raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived. {remedy}")
 
     def _commit_early(self, left: int) -> None:
-        """Set the oldest gradients with hooks, and run these, before the end of the backward, but for the last `left`.
+        """Run the hooks and set the gradients of all reductions with hooks but the last `left`, during backward.
 
-        This never depends on whether polling finds them complete, which differs between ranks: hooks may start collectives.
+        Polling must not decide this, since its result differs between ranks, and hooks may start collectives.
         """
         hooked = [reduction for _, reduction in self._undelivered if reduction.has_hooks and not reduction.committed]
         for reduction in hooked[: max(0, len(hooked) - left)]:
@@ -226,16 +226,16 @@ class GradientReducer:
     # --- the end of a backward ---
 
     def collect(self, touched: Sequence[Unit]) -> None:
-        """Wait for the reductions in flight, and decide which gradients to set: those of units whose step this backward ends.
+        """Wait for the reductions in flight, and decide to set the gradients of units whose step this backward ends.
 
-        These include units of the same models as `touched`, of which the backward computed gradients, whose gradients this rank
-        only kept, although this backward has not reached them. Ranks that kept gradients of other units diverge here.
+        `touched`: units with gradients of this backward. Gradients kept by earlier backwards, for any unit of the same models,
+        are reduced now. If ranks kept gradients of different units, the ranks diverge here.
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
         due = [(unit, reduction) for unit, reduction in self._undelivered if unit.options.ends_step]
         self._take([reduction for _, reduction in due])
-        if self._has_hooked:  # these may write to shards, which the next backward of the step might be all-gathering later
+        if self._has_hooked:  # hooks may write to shards, which the next backward of the step may all-gather
             self._commit_early(0)
         if due:
             sent = self._send_heartbeats(due)
@@ -243,7 +243,7 @@ class GradientReducer:
             self._decide([reduction for _, reduction in due], sent)
 
     def _kept_in(self, touched: Sequence[Unit]) -> list[tuple[Unit, ParamGroup]]:
-        """Return the groups with kept gradients whose step a backward of these units ends, oldest unit first."""
+        """Return the groups that have gradients of earlier backwards and whose step ends with `touched`, oldest unit first."""
         if not self._keeping:
             return []
         trees = {unit.outermost for unit in touched} - {None}
@@ -262,12 +262,12 @@ class GradientReducer:
         return found
 
     def _take(self, reductions: Sequence[Reduction]) -> None:
-        """Remove these, whose step ends, from those since the last heartbeat."""
+        """Remove these reductions, whose step ends, from `_reduced`."""
         gone = set(map(id, reductions))
         self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
 
     def _send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[SentHeartbeat]:
-        """Send the heartbeats of units that have them. Return these, with the calls that send them."""
+        """Send the heartbeats of units with heartbeats. Return each heartbeat with its call."""
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
         if len(self.replicating):
@@ -277,7 +277,7 @@ class GradientReducer:
         )
 
     def _decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Decide to set the gradients of all parameters that any rank used. From then on, even an interrupt sets them.
+        """Decide to set the gradients of all parameters that any rank used. An interrupt does not undo this.
 
         Raises StateError if the ranks diverged.
         """
@@ -311,7 +311,7 @@ class GradientReducer:
         return group.grads.are_left or not any(reduction.group is group for _, reduction in self._reduced)
 
     def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
-        """Send the heartbeats of these units' reductions. Return both, for `end`."""
+        """Send the heartbeats of these units' reductions. Return the reductions and the heartbeats, for `end`."""
         mine = set(map(id, units))
         due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
         sent = self._send_heartbeats(due)

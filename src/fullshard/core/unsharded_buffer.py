@@ -44,15 +44,15 @@ class Storage:
     @property
     def home(self) -> torch.device:
         """Device of the shards."""
-        # On meta nothing has memory, in predictions of a step, and host memory stays on meta as well.
+        # On meta, as in predictions of a step, shards in host memory are on meta as well.
         return torch.device("cpu") if self.host and self.device.type != "meta" else self.device
 
 
 def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
     """Return matching views for the copy-in or copy-out of a parameter that is sharded along another dim than 0.
 
-    These are views of `full`, the unsharded parameter or its gradient, and of `blocks`, its columns of a packed buffer,
-    (ranks, size): one each for each rank with rows.
+    Each rank with rows has one view of `full`, the unsharded parameter or its gradient, and one of `blocks`, the columns of
+    the parameter in a packed buffer, (ranks, size).
     """
     ranks, length, chunk = blocks.shape[0], place.shape[place.dim], place.chunk
     full_parts: list[Tensor] = []
@@ -68,7 +68,7 @@ def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[
 
 def tensor_on_storage(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     """Return a tensor that uses the storage of `flat` but is not a view, so that it has its own version counter."""
-    # Views share one version counter, so an all-gather that changes one parameter would invalidate the graphs of all others.
+    # Views share the version counter of `flat`. Each all-gather's copies increment it, which would invalidate saved parameters.
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return empty.set_(flat.untyped_storage(), offset, tuple(shape))  # type: ignore[call-overload]
 
@@ -79,7 +79,7 @@ Step = Callable[[], Any]
 def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
     """Return the copy-out, which copies the packed all-gather output to the parameters' regions of the buffer.
 
-    Dim-0 parameters need one call, parameters sharded along other dims a second one. On the CPU, where the call copies one
+    Dim-0 parameters need one call, parameters sharded along other dims a second one. On the CPU, which copies one
     region after the other, neighbors of equal size are copied as one. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
     """
     sizes: list[int] = []
@@ -117,10 +117,10 @@ def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
 
 
 def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return matching views of `flat` and `packed`, (count, ranks, size) each: one pair for each run of columns of equal size.
+    """Return matching views of `flat` and `packed`, (count, ranks, size) each: one pair for each run of equal segments.
 
-    `packed` is the all-gather output, (ranks, columns). Each column has a size, and the offset in `flat` of its region of
-    ranks * size elements. The regions of one run follow each other.
+    `packed` is the all-gather output, (ranks, numel). Segment i is `sizes[i]` elements of each row of it, and a region of
+    `ranks * sizes[i]` elements of `flat` at `offsets[i]`. The regions of one run follow each other.
     """
     ranks, column, at = len(packed), 0, 0
     regions: list[Tensor] = []
@@ -139,14 +139,14 @@ def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[
 class AllGather:
     """An all-gather: copy-in steps, the collective, and the copy-out.
 
-    `copy_in` runs on the copy-in stream if there is one, and overlaps with the previous all-gather then. The rest runs on the
-    stream of the all-gather.
+    `copy_in` runs on the copy-in stream, if there is one, where it overlaps with the previous all-gather. The rest runs on
+    the stream of the all-gather.
     """
 
     begin: Callable[[], Started]  # starts the collective
     before: Sequence[Step] = ()  # copy-in
     finish: Step = nothing  # copy-out, after the collective has completed
-    observed: Callable[[], Started] | None = None  # `begin` for who counts messages, if it does not report the collective
+    observed: Callable[[], Started] | None = None  # `begin`, reported to counters and profiler; None if `begin` reports itself
 
     def copy_in(self) -> StartedWork:
         """Cast the shard into the all-gather input, or copy it from host memory."""
@@ -189,7 +189,7 @@ class UnshardedBuffer(ABC):
 
     @abstractmethod
     def release_staging(self) -> None:
-        """Free what only the all-gather needs, after the compute stream waited for it."""
+        """Free what only the all-gather needs, after the compute stream waited for the all-gather."""
 
     def free(self) -> None:
         """Free the memory, unless it is kept. The tensors and their storages stay."""
@@ -204,10 +204,10 @@ class FlatBuffer(UnshardedBuffer):
         direct   shard view  --(cast into own chunk)------------all-gather--> region of a large parameter, no copy-out
         packed   shard range --(cast into own chunk of staging)-all-gather--> staging (ranks, packed) --split--> regions
 
-    Without a cast, the input of the all-gather is the shard itself.
+    Without a cast, the input of the all-gather is the shard itself or, with CPU offload, its copy on the device.
 
-    The storage has memory between `allocate` and `free`. Its size is changed by `resize_`, so the tensors in it (`views`), and
-    with them the unsharded Parameters, are the same objects for the whole training, as autograd requires.
+    The storage has memory between `allocate` and `free`, which resize it. The tensors on the storage (`views`) and the
+    unsharded Parameters stay the same objects for the whole training, as autograd requires.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class FlatBuffer(UnshardedBuffer):
         self._staging: list[Tensor] = []
         # The unsharded parameters, with separate version counters.
         self.views = [tensor_on_storage(self.flat, layout.ranks * place.offset, place.shape) for place in layout.offsets]
-        self._custom_output: list[Tensor] = []  # of a custom all-gather, which allocates it when it starts; kept only by `keep`
+        self._custom_output: list[Tensor] = []  # of a custom all-gather, allocated at its start; `keep` keeps it
         self._layout, self._dtypes, self._collectives, self._devices = layout, dtypes, collectives, storage
         self._gather = self._plan(shard)  # the all-gather over all ranks
         # The all-gather among the k ranks of `reshard_after_forward=k`, valid once: for the shards that forward computed with.
@@ -230,7 +230,7 @@ class FlatBuffer(UnshardedBuffer):
         self.free()
 
     def gather_from(self, shard: Tensor) -> None:
-        """All-gather from now on from `shard`, the flat shard in new memory."""
+        """Use `shard`, the flat shard in new memory, for all later all-gathers."""
         (storage, nbytes), was_freed = self._storages[0], not self.memory
         if was_freed:
             storage.resize_(nbytes)  # the plan takes slices of `flat`, which needs memory for that
@@ -305,8 +305,8 @@ class FlatBuffer(UnshardedBuffer):
 
     def release_staging(self) -> None:
         """Free the memory that only the all-gather needed, after the compute stream waited for the all-gather."""
-        # The memory belongs to the pool of the compute stream. It may be reused there at once, so this must be ordered after
-        # the copy-out, which reads it on the all-gather stream.
+        # The compute stream may reuse the freed memory at once. It must therefore be ordered behind the copy-out, which reads
+        # the memory on the all-gather stream.
         self._subgroup_gather = None
         if self.keep:
             return
@@ -327,7 +327,7 @@ class FlatBuffer(UnshardedBuffer):
         return super().allocated + (0 if part is None else part.nbytes)
 
     def save_subgroup_shard(self) -> None:
-        """Copy this rank's part of the buffer, before it is freed, and plan the all-gather of the parts."""
+        """Copy this rank's part of the buffer before the buffer is freed, and plan the all-gather of the parts."""
         subgroup = self._collectives.subgroup
         if subgroup is not None and self.memory:
             # The buffer is divided by elements and not by parameters, so this works for every layout, dtype and shard dim.
