@@ -1,4 +1,4 @@
-"""State of a rank in a log, as it is published, and the waits of its threads."""
+"""The published state of a rank in a log, and the waits of its threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fullshard.checks.collective_log import CollectiveLog, LoggedCall
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """State of a rank in one log, as it is published."""
+    """The published state of a rank in one log."""
 
     count: int  # number of calls
     hash: int  # 64-bit hash of these calls
     notices_read: int = 0  # number of notices that the rank had read
     last: str = ""  # text of the last call; "" before the first one
     waits: str | None = None  # number and text of the call that the rank waits for, as in "3, all_gather of 'a'"
-    exception: str | None = None  # that ended the step, and its place
+    exception: str | None = None  # class, text and place of the exception that ended the step
     ended: bool = False  # whether the rank ended the program
 
     def pack(self) -> bytes:
@@ -28,7 +28,7 @@ class RankState:
 
     @classmethod
     def unpack(cls, record: bytes) -> RankState:
-        """Return the state in a published record. Raises ValueError or TypeError if the record is none."""
+        """Return the state in a published record. Raises ValueError or TypeError if the record is invalid."""
         count, digest, notices_read, *words = json.loads(record)
         return cls(int(count), int(digest), int(notices_read), *words)
 
@@ -48,8 +48,8 @@ class RankState:
 class WaitState:
     """The call that one thread waits for.
 
-    On the CPU, that is the call whose wait the thread is in. On an asynchronous device it may also be the oldest call in
-    flight, which the device has not completed.
+    On the CPU, the thread is in the `wait` of this call. On an asynchronous device, it may also be the oldest call that the
+    device has not completed.
 
     A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
     stops the device first, and the host only later, in any code that synchronizes.
@@ -60,9 +60,9 @@ class WaitState:
     def __init__(self) -> None:
         self.patience = 1.0  # seconds until the watchdog requests the positions of the other ranks
         self.timeout: float | None = None  # seconds until the wait fails; None for never
-        self.call: LoggedCall | None = None  # whose wait the thread is in
-        # Calls queued on an asynchronous device, oldest first, which the thread appends and `poll_device` removes as they
-        # complete. Where no watchdog calls it, the limit keeps the list short: as many calls as a device's launch queue holds.
+        self.call: LoggedCall | None = None  # the thread is in the `wait` of this call
+        # Calls queued on an asynchronous device, oldest first. The thread appends calls, `poll_device` removes completed ones.
+        # While it removes none, the limit keeps the queue short: as many calls as a device's launch queue holds.
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: Any = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll
@@ -101,5 +101,5 @@ class WaitState:
 def _is_done(call: Any) -> bool:
     try:
         return call.done()
-    except RuntimeError:  # the device failed, which the thread of the program raises
+    except RuntimeError:  # the device failed; the program's thread raises the error
         return True

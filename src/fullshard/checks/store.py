@@ -16,7 +16,7 @@ from fullshard.checks.state import RankState
 
 TICK = 0.1  # seconds between two checks of the watchdog
 RATE = 2000.0  # polls of the store per second, by all ranks together
-_IDLE_SECONDS = 1.0  # between two polls of a rank that waits for none
+_IDLE_SECONDS = 1.0  # between two polls of a rank that waits for no collective
 _END_SECONDS = 3.0  # maximum seconds for which the rank that serves the store waits for the others at the end
 _NEVER = 1 << 60  # number of a notice that no rank reads
 _GAP = 20  # polls after which a notice that was counted, but not written, is skipped
@@ -27,14 +27,14 @@ Window = list[tuple[int, int, str]]  # recent calls of a rank: (number, hash of 
 class StateStore:
     """Records and notices in the store of the process group.
 
-    A record belongs to one rank and has a key of its own: its state in a log, and its recent calls there. A notice goes to all
-    ranks, which read notices in one order. A rank polls one key, the number of notices.
+    Each rank has two records per log, each under its own key: the rank's state, and its recent calls. A notice goes to all
+    ranks, and all read notices in the same order. A rank polls one key, the number of notices.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self.size = rank, size  # global rank of this process, number of ranks
         self.notices_read = 0  # number of notices that this rank has read
-        self.is_cut_off = False  # whether the rank that serves the store ends, so that nothing is sent any more (`cut_off`)
+        self.is_cut_off = False  # whether this rank sends nothing more, because the rank that serves the store ends (`cut_off`)
         self._last: dict[str, bytes] = {}  # records that were read before the store was cut off
         self._store = store
         self._extended = store.has_extended_api()  # several keys in one request
@@ -43,7 +43,7 @@ class StateStore:
         self._gap = 0  # polls that found the next notice missing
 
     def period(self, *, waits: bool) -> float:
-        """Return the seconds between two polls of this rank. `waits`: whether it, or a rank that asked it, waits."""
+        """Return the seconds between two polls. `waits`: whether this rank, or one that requested its state, waits."""
         return max(TICK if waits else _IDLE_SECONDS, self.size / RATE)
 
     @property
@@ -66,7 +66,7 @@ class StateStore:
         return f"{log.key}/{self.rank}" in self._published
 
     def states(self, log: CollectiveLog, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
-        """Return the states that other ranks have published, of all of them or of `ranks`."""
+        """Return the published states of `ranks`, or of all ranks of the log; never that of this rank."""
         keys = {f"{log.key}/{rank}": rank for rank in (log.ranks if ranks is None else ranks) if rank != self.rank}
         found: dict[int, RankState] = {}
         for key, record in self._read(list(keys)).items():
@@ -87,7 +87,7 @@ class StateStore:
     def _read(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the records that exist.
 
-        This sends one request if all keys are known to exist, else two. Each missing key costs about log2(len(keys)) more.
+        This sends one request if all keys are known to exist, else two. Each missing key costs up to 3 * log2(len(keys)) more.
         """
         if self.is_cut_off:
             return {key: self._last[key] for key in keys if key in self._last}
@@ -130,8 +130,8 @@ class StateStore:
 
     # --- the end of the program ---
 
-    # A request to a store that is gone prints a stack trace, and most correct programs end with the process of the store. So a
-    # rank 0 that serves the store says that it ends, and waits for a moment until the others send nothing more.
+    # A request to a store that is gone prints a stack trace, also in a correct program, if the rank that serves the store ends
+    # first. So a rank 0 that serves the store announces its end, and waits for a moment until the others send nothing more.
 
     def leave(self) -> None:
         """Send nothing more, because the program ends. If this rank serves the store, first wait until the others know."""

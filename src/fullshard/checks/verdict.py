@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of all ranks in one log, after this rank requested them in notice number `request`."""
+    """The states of the other ranks in one log, and whether they reply to notice number `request`."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
         self._store, self._log, self._request = store, log, request
@@ -33,7 +33,7 @@ class Inquiry:
     # --- verdicts ---
 
     def why_diverged(self) -> tuple[str, bool] | None:
-        """Return the text for ranks that made different calls, and whether it names all ranks; None if they did not."""
+        """Return the text of the verdict, and whether it names all ranks, if ranks made different calls; else None."""
         windows = self._windows()
         found = find_desync(windows)
         if found is None:
@@ -48,8 +48,8 @@ class Inquiry:
     def why_waiting(self, wait: WaitState, call: LoggedCall, seconds: float) -> str | None:
         """Return why a thread that has waited for `seconds` in `call` waits for ever; None if its wait may end."""
         here = f"rank {self._store.rank} waits in {call}"
-        # Only ranks that ended before this call count. A rank that ended after it has taken part in it, and this rank waits
-        # for a third one, which may only be late.
+        # Only ranks that ended before this call count. A rank that ended later took part in the call: this rank waits for a
+        # third one, which may only be late.
         behind = {rank: state for rank, state in self.states.items() if state.count < call.number}
         ended = {rank: state for rank, state in behind.items() if state.ended}
         if ended:
@@ -57,8 +57,8 @@ class Inquiry:
             how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
             return f"{how} ended the program while {here}. {last}"
-        # A rank that raised may continue: only a state that was published during this wait counts. On the CPU it may have
-        # logged this call without starting it: an all-reduce over replicas starts when the one over shards is waited for.
+        # A rank that raised may continue: only a state published after the request counts. On gloo, such a rank may have logged
+        # this call without starting it: an all-reduce over replicas starts when the reduce-scatter before it is waited for.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
         if raised and seconds > max(_RAISED_SECONDS, wait.patience):
@@ -86,14 +86,14 @@ class Inquiry:
         return windows | self._store.windows(self._log, list(kinds.values())[:_KINDS])
 
     def _with_history(self, window: Window, number: int, rank: int) -> list[int]:
-        """Return `rank`, and the ranks whose states are in its history at or after call `number`."""
+        """Return `rank`, and the ranks whose last call is in `window`, the calls of `rank`, at or after call `number`."""
         digests = {count: digest for count, digest, _ in window if count >= number}
         return [rank, *(other for other, state in self.states.items() if digests.get(state.count) == state.hash)]
 
     # --- states of the other ranks ---
 
     def __str__(self) -> str:
-        """The states of the other ranks. Ranks that do not wait come first if there are many: the others wait for them."""
+        """The states of the other ranks. If there are too many, ranks that wait are left out first: they wait for the rest."""
         others = [rank for rank in self._log.ranks if rank != self._store.rank]
         waiting = [rank for rank in others if rank in self.states and self.states[rank].waits is not None]
         named = sorted([*(rank for rank in others if rank not in waiting), *waiting][:MAX_NAMED])
@@ -113,7 +113,7 @@ class Inquiry:
 
 
 def diverged_text(number: int, calls: Mapping[str, Sequence[int]]) -> str:
-    """Return the text for ranks that made different calls. `calls` has the ranks of each call text.
+    """Return the text for ranks that made different calls. `calls` maps the text of each call to its ranks.
 
     >>> text = diverged_text(2, {"all_gather of 'b' (forward)": [0], "all_gather of 'c' (forward)": [1, 2]})
     >>> text[: text.index(". ")]

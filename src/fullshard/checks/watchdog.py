@@ -21,9 +21,9 @@ from fullshard.checks.store import TICK, StateStore
 from fullshard.checks.verdict import Inquiry
 
 REQUEST_INTERVAL = 5.0  # seconds after which a rank that still waits requests the states anew
-EXIT_SECONDS = 2.0  # maximum seconds to wait for other ranks, and for a thread, when the program ends
+EXIT_SECONDS = 2.0  # maximum seconds to wait for the thread of a watchdog that ends
 
-_FOLLOW_SECONDS = 10.0  # seconds for which a rank polls often after a request
+_FOLLOW_SECONDS = 10.0  # seconds for which a rank polls often after a request or an exception
 _GRACE = 1.5  # seconds to wait for the states of all ranks after some were found to diverge
 # Seconds of waiting in a closed log before its process groups are aborted, if its messages carry no tags: a call that all ranks
 # have queued on their devices may still complete.
@@ -33,7 +33,7 @@ _ABORTED = "The process groups of these ranks are aborted: end the program."
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Request for the states of all ranks in one log. The rank that posted the last one reads them."""
+    """Request for the states of all ranks in one log. The rank that posted the last request reads the states."""
 
     number: int  # of the notice
     rank: int
@@ -43,8 +43,8 @@ class _Request:
 class Watchdog:
     """Watchdog of a process: a thread that checks ten times a second whether this rank waits too long for a collective.
 
-    A rank that waits for none polls one key of the store, the number of notices, each second (each N / 2,000 seconds with more
-    than 2,000 ranks).
+    A rank that waits for no collective polls one key of the store, the number of notices, every second (every N / 2,000
+    seconds if there are N > 2,000 ranks).
 
     1. A rank that has waited longer than its patience posts a request. All ranks publish their states, and this rank reads
        them.
@@ -197,7 +197,7 @@ class Watchdog:
         return request
 
     def _diagnose(self, log: CollectiveLog, waits: Sequence[WaitState], now: float) -> None:
-        """Request the states of all ranks, or read them if that was done, and post a verdict if one can be given."""
+        """Request the states of all ranks if no recent request did. The rank that reads them posts the verdict, if any."""
         request = self._requests.get(log.key)
         interval = max(REQUEST_INTERVAL, 3 * self._store.period(waits=True))
         waiting = min((state.seconds_waiting(now) for state in waits), default=interval)
@@ -249,7 +249,7 @@ class Watchdog:
         log.close(text)
 
     def _abort_closed(self, now: float) -> None:
-        """Abort the process groups of closed logs: at once, or if a thread goes on to wait for a device."""
+        """Abort the process groups of closed logs: at once if tagged, else after a wait of `_ABORT_SECONDS`."""
         for log in list(self._logs.values()):
             if log.desync_error is None or log.abort is None:
                 continue
@@ -287,7 +287,7 @@ class Watchdog:
                 return str(inquiry)
 
     def peer_lost(self, call: LoggedCall, rank: int) -> None:
-        """Close the log of `call` because `rank` closed its connections, with the reason if the rank published one."""
+        """Close the log of `call`, because `rank` closed its connections. The verdict says why, if `rank` published that."""
         log, how = call.log, "is gone: it closed its connections"
         with self._lock:
             try:
@@ -304,7 +304,7 @@ class Watchdog:
                 self._post_verdict(log, f"rank {rank} {how}, while rank {self._store.rank} was in {call}")
 
     def diagnose_desync(self, log: CollectiveLog, seconds: float = 5.0) -> str:
-        """Return where ranks diverged, after a heartbeat showed that they did; "" if their recent calls do not show it."""
+        """Return where ranks diverged, after a heartbeat showed that they did; "" if their recent calls do not show where."""
         period = self._store.period(waits=True)
         deadline = time.monotonic() + max(seconds, 3 * period)
         while time.monotonic() < deadline:
@@ -319,7 +319,7 @@ class Watchdog:
 
 
 class _Process:
-    """The watchdog of this process: created with its process group, ended with the group or the program."""
+    """The watchdog of this process: created for a process group on first use, ended with the group or the program."""
 
     def __init__(self) -> None:
         self.watchdog: Watchdog | None = None  # of the current process group
@@ -329,7 +329,7 @@ class _Process:
         self._generation = 0  # number of process groups that had a watchdog; part of the key prefix in the store
 
     def watchdog_of(self, backend: str) -> Watchdog | None:
-        """Return the watchdog of this process, which is a new one for a new store; None if there is nothing to watch.
+        """Return the watchdog of this process, a new one if the store is new; None if there is nothing to watch.
 
         There is nothing to watch if the ranks do not communicate (`backend` is torch's "fake" one), or have no store.
         """
@@ -339,7 +339,7 @@ class _Process:
         before: Watchdog | None = None
         with self._lock:
             if self.watchdog is None or self.store is not store:
-                if not self._generation:  # here and not at import, which changes nothing in the process
+                if not self._generation:  # here, since an import must change nothing in the process
                     os.register_at_fork(after_in_child=self.forget)
                     atexit.register(self.end)
                 before = self.watchdog

@@ -2,13 +2,15 @@
 
 What a new backend needs:
 
-- with torch's collectives and ReduceOp.AVG (as have all torch's accelerator backends but MTIA's) no change;
-- without ReduceOp.AVG a name in `_SUM_ONLY`: sums are scaled afterwards (`CoalescedCollectives`; tests in
-  `tests/distributed/test_collectives.py`). No other reduction is used, in particular not premultiplied sums;
-- with collectives of its own a branch in `collectives_for`, and in `carries_tags` if its messages carry tags.
+- if it has torch's collectives and ReduceOp.AVG (as all of torch's accelerator backends but MTIA's): no change;
+- if it lacks ReduceOp.AVG: its name in `_SUM_ONLY`. Sums are then scaled afterwards (`CoalescedCollectives`; tests in
+  `tests/distributed/test_collectives.py`). Beside AVG, only SUM and MAX are used, no premultiplied sums;
+- if it has a class of its own: in the class, the members of `Collectives` (comm/base.py) and `all_to_all` (as in
+  comm/coalesced.py), which Muon's exchange calls; here, a branch in `collectives_for`, and one in `carries_tags` if its
+  messages carry tags.
 
 `tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume the classes chosen
-here, and know networks, not backends (`foresight/hardware.py`).
+here. They are told the network (`foresight/hardware.py`), not the backend.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
-"""Backends without ReduceOp.AVG, by the name that `Backend.name()` reports, in lower case: it may differ from the name given to
-`register_backend`, which counts only for process groups that are written in Python. (MTIA's is found by its device.)"""
+"""Backends without ReduceOp.AVG, by what `Backend.name()` returns, in lower case. The name given to `register_backend` may be
+another one, and counts only for process groups written in Python. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
@@ -33,10 +35,10 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
     backend = _torch.backend_name(group, device)
     if carries_tags(backend, device):
         return GlooCollectives(group, tag)
-    # Gloo with tensors of a device copies them through host memory, in stages.
+    # gloo copies tensors of an accelerator through host memory (`stages`).
     return CoalescedCollectives(group, averages=backend not in _SUM_ONLY and device.type != "mtia", stages=backend == "gloo")
 
 
 def carries_tags(backend: str, device: torch.device) -> bool:
-    """Return True if messages of collectives carry the tag of their call, so that those of diverged ranks are never matched."""
+    """Return True if messages of collectives carry the tag of their call, so messages of diverged ranks never match."""
     return device.type == "cpu" and backend == "gloo"

@@ -21,14 +21,14 @@ _FIRST_TAG = 0x20000000
 _STAGE_BITS = 4
 _FEW_RANKS = 8  # up to this many ranks, each rank sends to all others
 
-TensorOfPeer = tuple[Tensor, int]  # and the rank in the group that it is received from or sent to
+TensorOfPeer = tuple[Tensor, int]  # a message, and the rank of the peer in the group
 
 
 @dataclass(slots=True)
 class MessageTag:
     """The tag of the next messages, equal on all ranks of a call."""
 
-    hash: int = 0  # of all calls of the collective log up to this one
+    hash: int = 0  # of the collective log, up to and including the current call
 
     @property
     def call_bits(self) -> int:
@@ -48,7 +48,7 @@ class Messages:
     """The messages of one call.
 
     `_UNDER_WAY` keeps them alive until they have been waited for, even if the caller drops them: gloo stops reading from a peer
-    when a message arrives that has no buffer. They cannot be polled, which would take 25 us each time.
+    when a message arrives whose buffer is gone. This class has no `is_completed`: a poll would take 25 us.
     """
 
     __slots__ = ("_owner", "_receives", "_sends", "works")
@@ -72,11 +72,11 @@ class Messages:
         except RuntimeError as failure:
             raise self.peer_lost(at, failure) from failure
         self._owner.under_way.discard(self)
-        # The caller may keep this object, and the memory of the messages is free now.
+        # Release the memory of the messages now, since the caller may keep this object.
         self.works, self._receives, self._sends = [], (), ()
 
 
-# Messages that were started and not waited for, also if the model that sent them is deleted: others use the same group.
+# Messages not yet waited for. They outlive the model that sent them, since other models may use the same group.
 _UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Messages]] = weakref.WeakKeyDictionary()
 
 
@@ -99,7 +99,7 @@ class GlooCollectives:
         self.ranks, self.rank = group.size(), group.rank()
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self._group = group
-        self.members = dist.get_process_group_ranks(group)  # global ranks, by their rank in the group
+        self.members = dist.get_process_group_ranks(group)  # global ranks, in the order of the group
         self.under_way = _UNDER_WAY.setdefault(group, set())
 
     def _exchange(self, tag: int, receives: Sequence[TensorOfPeer], sends: Sequence[TensorOfPeer]) -> Messages:
@@ -192,9 +192,9 @@ class GlooCollectives:
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), in place.
 
-        More than two ranks take two stages: a reduce-scatter, and an all-gather, which the wait for the first stage starts.
+        More than two ranks take two stages: a reduce-scatter, then an all-gather, which starts in `wait()`.
         """
-        if self.ranks == 2 or tensor.numel() < self.ranks:  # fewer elements than ranks would be mostly padding in chunks
+        if self.ranks == 2 or tensor.numel() < self.ranks:  # with fewer elements, some chunks would be padding only
             return self._all_exchange(tensor, torch.add)
         numel, chunk = tensor.numel(), -(-tensor.numel() // self.ranks)
         padded = tensor.new_zeros(chunk * self.ranks)
@@ -211,13 +211,13 @@ class GlooCollectives:
         return StartedWork((scattered,), all_gather)
 
     def all_reduce_max(self, tensor: Tensor) -> StartedWork:
-        """Start an all-reduce (maximum). Many ranks take log2(ranks) stages, all but the first in the wait for the first.
+        """Start an all-reduce (maximum). Many ranks take log2(ranks) stages: one now, the others in `wait()`.
 
             stage 0   receive from rank - 1: maximum of 2 ranks
             stage 1   receive from rank - 2: maximum of 4 ranks
             stage 2   receive from rank - 4: maximum of 8 ranks
 
-        The last stage counts some ranks twice, which does not change a maximum. All ranks send N * log2(N) messages.
+        The last stage may count some ranks twice, which does not change a maximum. N ranks together send N * log2(N) messages.
         """
         # A tag has room for 2 ** _STAGE_BITS stages, and each stage doubles the number of ranks.
         if self.ranks <= _FEW_RANKS or self.ranks > 1 << (1 << _STAGE_BITS) or not tensor.numel():
@@ -244,7 +244,7 @@ class GlooCollectives:
         return StartedWork((messages,), run_further_stages)
 
     def _all_exchange(self, tensor: Tensor, merge: Callable[..., Tensor]) -> StartedWork:
-        """All-reduce by exchanging whole tensors, for two ranks or little data."""
+        """All-reduce by exchanging whole tensors, for few ranks or little data."""
         received = [torch.empty_like(tensor) for _ in self._others]
         sent = tensor.clone()
         if not tensor.numel():
@@ -264,8 +264,8 @@ class GlooCollectives:
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:
     """Write (mine + theirs) * scale to `out` (all 1-D), bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
 
-    Multiplication by a power of two is exact, so `addr`, which computes mine * scale + theirs * scale, gives the same bits, but
-    not for 16-bit dtypes, which it computes in 32 bits.
+    Multiplication by a power of two is exact, so `addr` (mine * scale + theirs * scale) then gives the same bits. 16-bit
+    dtypes are excluded, since `addr` computes them in 32 bits.
     """
     if scale != 1.0 and frexp(scale)[0] == 0.5 and out.itemsize >= 4 and out.numel():
         torch.addr(mine.view(-1, 1), theirs, mine.new_ones(1), beta=scale, alpha=scale, out=out.view(-1, 1))

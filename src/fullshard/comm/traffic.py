@@ -1,4 +1,4 @@
-"""Counts collectives while a caller is counting, and names them in torch's profiler."""
+"""Counts collectives in `counting` blocks, and names them in torch's profiler."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fullshard.comm.base import Allocate, Collectives, Started
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective of one parameter group, recorded by `counting`.
+    """One collective, or copy to or from the host, recorded by `counting`.
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, full_params); to_device,
             to_host (CPU offload).
         dtype: element dtype.
-        nbytes: bytes of all ranks' chunks together.
+        nbytes: bytes of all ranks' chunks together; for all_to_all, to_device and to_host, of this rank only.
         buckets: number of tensors in the call.
         ranks: number of participating ranks.
     """
@@ -61,7 +61,7 @@ class TrafficCounter:
 
 
 class ObservedCollectives:
-    """Collectives that report each message to a counter, and to torch's profiler while it is active."""
+    """Collectives that report each message to a counter and, except for heartbeats, to torch's profiler while it is active."""
 
     def __init__(self, inner: Collectives, counter: TrafficCounter) -> None:
         self.inner, self._counter = inner, counter

@@ -1,4 +1,4 @@
-"""Agreement of ranks outside of forward and backward: small collectives of one call, equality, and failure on all or none."""
+"""Agreement of ranks in a call outside of forward and backward: its collectives, equality, and failure on all or none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fullshard.errors import printable
 
 T = TypeVar("T")
 
-_HEADER = struct.Struct("<qq")  # before gathered bytes: the global rank, and their length
+_HEADER = struct.Struct("<qq")  # before the bytes of each rank: its global rank, and the number of bytes
 
 
 class Ranks(ABC):
@@ -31,7 +31,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def first_failure(self, failure: Exception | None) -> Exception | None:
-        """Return the error that every rank raises if one failed, None if none did. `failure`: that of this rank. Collective."""
+        """Return the error for every rank to raise; None if no rank failed. `failure`: the error of this rank. Collective."""
 
     def run(self, work: Callable[[], T]) -> T:
         """Call `work` on every rank and return its result. If it fails on any, raise `first_failure` on all. Collective."""
@@ -63,7 +63,7 @@ class Agreement(Ranks):
         *,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Begin a call over axes that together connect the ranks; over none, without a communicator, if this rank is alone.
+        """Begin a call over axes that together connect the ranks. A rank that is alone needs no axes and no communicator.
 
         Args:
             doing: the name of the call; options that ranks must share are part of it, so that errors show them.
@@ -104,15 +104,15 @@ class Agreement(Ranks):
     # --- small tensors ---
 
     def maximum(self, tensor: Tensor) -> Tensor:
-        """Return the element-wise maximum over all ranks, on the device of `tensor`; in place if that is `device`."""
+        """Return the element-wise maximum over all ranks, on the device of `tensor`; in place if that is `self.device`."""
         moved = tensor.to(self.device)
         for group in self.groups:
             self._run(group, [moved], lambda collectives: collectives.all_reduce_max(moved))
         return moved.to(tensor.device)
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
-        """Return the first rank's values of a tensor of integers, which are not negative."""
-        # All other ranks pass zeros, so the maximum over all ranks is that tensor.
+        """Return the first rank's values of a tensor of non-negative integers."""
+        # All other ranks pass zeros, so the maximum is the first rank's tensor.
         return self.maximum(tensor if self.index == 0 else torch.zeros_like(tensor))
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -129,8 +129,8 @@ class Agreement(Ranks):
         self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def unlogged(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, whose collectives are not logged, as those of DTensor are not."""
-        # All ranks are in this call then, and the watchdog sees the wait as a wait for this barrier.
+        """Call `work`, whose collectives are not logged (DTensor's, for example), and return its result."""
+        # After the barrier, all ranks are in this call. The watchdog takes a wait in `work` for a wait in the barrier.
         self.barrier()
         communicator, last = self._communicator, self._last
         if communicator is None or communicator.wait_state is None or last is None:
@@ -152,7 +152,7 @@ class Agreement(Ranks):
         `rows`: (rows, bytes) of uint8. `present`: (rows,) of uint8, 1 for the rows that this rank has; None if it has all.
         """
         # The maximum of 255 - x is 255 minus the minimum of x. So both maxima of a byte add up to 255 if it is equal on all
-        # ranks, and to more if it is not. Zeros change no maximum: ranks without a row send them.
+        # ranks, and to more if it is not. Zeros change no maximum: a rank without a row sends zeros.
         message = torch.cat([rows, 255 - rows], 1)
         found = self.maximum(message if present is None else message * present.view(-1, 1)).cpu().int()
         differ = (found[:, : rows.shape[1]] + found[:, rows.shape[1] :] > 255).any(1).nonzero()
@@ -166,7 +166,7 @@ class Agreement(Ranks):
     def gather_bytes(self, content: bytes, at_most: int | None = None) -> dict[int, bytes]:
         """Return the content of each rank, by global rank in ascending order. Collective.
 
-        at_most: bytes that are sent of each content; None sends all, after one more message about their number.
+        at_most: bytes that are sent of each content; None sends all, after one more message for the greatest length.
         """
         if at_most is None:
             at_most = int(self.maximum(torch.tensor([len(content)], device="cpu")).item())
@@ -193,7 +193,7 @@ class Agreement(Ranks):
     def first_rank_bytes(self, content: bytes) -> bytes:
         """Return the bytes of the first rank. Collective; other ranks may pass anything."""
         length = int(self.from_first_rank(torch.tensor([len(content)], device="cpu")).item())
-        mine = bytearray(content[:length].ljust(length))  # others send as many bytes, which count for nothing
+        mine = bytearray(content[:length].ljust(length))  # on other ranks only the length counts
         return _bytes_in(self.from_first_rank(torch.frombuffer(mine, dtype=torch.uint8))) if length else b""
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
@@ -210,7 +210,7 @@ class Agreement(Ranks):
         """Copy the first rank's values to all ranks, in place, except on meta."""
         if not self.groups:
             return
-        # torch's own broadcast sends each value once, an all-reduce twice. Its messages carry no tags, so all ranks meet first.
+        # torch's own broadcast sends each value once, an all-reduce twice. Broadcasts carry no tags, so all ranks meet first.
         self.barrier()
         for mine in (part.detach() for tensor in tensors for part in plain_parts(tensor)):
             if mine.device.type == "meta":
