@@ -38,7 +38,7 @@ UNSET_GRAD_DTYPE = GradDtype()
 class Dtypes:
     """The dtypes of a parameter group, one for each use, and what is cast between them.
 
-    A gradient passes through up to four dtypes. Each is cast by one class, which takes the dtype from here:
+    A gradient passes through up to four dtypes. The casts to each of them are in one place, which takes the dtype from here:
 
         property   gradients in it                      cast to it by
         compute    of one backward                      autograd; not at all if `casts_gradients`
@@ -46,9 +46,9 @@ class Dtypes:
         reduce     in messages, and sums over ranks     `Reduction`, in the copy into messages; no cast if `reduces_as_is`
         reduced    in `.grad`                           `Reduction`, in the copy of the sum; no cast if equal to `reduce`
 
-    So a new option for one of these dtypes changes this class and the policy that resolves to it (`of_fsdp2` as well, if FSDP2
-    differs). The code that reads them, and the predictions, do not change. All fields are part of each group's fingerprint, so
-    ranks that disagree raise an error.
+    So a new option for one of these dtypes changes only this class and the policy that resolves to it (and `of_fsdp2`, if FSDP2
+    differs), but neither the casts nor the predictions. All fields are part of each group's fingerprint, so ranks that disagree
+    raise an error.
     """
 
     storage: torch.dtype  # of the shards
@@ -59,10 +59,10 @@ class Dtypes:
 
     @property
     def casts_gradients(self) -> bool:
-        """True if keeping and reducing cast gradients, so autograd must leave them in the dtype in which they were computed.
+        """True if gradients are cast when kept or reduced, so autograd must leave them in the dtype in which it computed them.
 
-        `.grad` of the unsharded parameters may have any dtype then. Before torch 2.15 this is False unless a `grad_dtype` was
-        set: autograd casts gradients to the compute dtype first, as under FSDP2.
+        `.grad` of the unsharded parameters may have any dtype then. Before torch 2.15 this is False unless a `grad_dtype` other
+        than the storage dtype was set: as under FSDP2, autograd casts gradients to the compute dtype first.
         """
         autograd_may_leave_them = _torch.REDUCES_IN_GRAD_DTYPE or self.grad != self.storage
         return autograd_may_leave_them and any(dtype != self.compute for dtype in (self.reduce, self.kept, self.grad))
@@ -84,7 +84,7 @@ class Dtypes:
 
     @property
     def of_fsdp2(self) -> Dtypes:
-        """The dtypes under torch's FSDP2, for comparison: it sums kept gradients in the dtype of the reduction."""
+        """The dtypes under torch's FSDP2, for comparison: FSDP2 sums kept gradients in the dtype of the reduction."""
         return replace(self, accumulate=self.reduce)
 
 
@@ -99,18 +99,18 @@ class StateSharding:
     Under every level `model.parameters()` and the optimizer have DTensors sharded over the mesh. `ZERO2` and `ZERO1` keep the
     unsharded parameters in the compute dtype, through backward and the optimizer's step, until the shards are written. The
     next outermost forward then all-gathers them anew, once. A step that a `GradScaler` skips causes no all-gather, unless the
-    optimizer is fused: the scaler calls the steps of those in any case.
+    optimizer is fused: the scaler calls the step of a fused optimizer in any case.
 
-    `ZERO1` reduces in the backward that ends the step. Mark the other ones: run them inside of `model.accumulate()`, or call
-    `model.set_is_last_backward(False)` before them, or let `finalize_backward()` end the step if it is known late. Without a
-    mark each backward ends a step, and reduces.
+    `ZERO1` reduces in the backward that ends the step. Mark all other backwards: run them inside of `model.accumulate()`, or
+    after `model.set_is_last_backward(False)`. If you cannot know which is the last, call `finalize_backward()` to end the step.
+    Without a mark each backward ends a step, and reduces.
 
     On a mesh with replicas (HSDP), "sharded" means sharded over the shard dim and replicated over the other. There is one more
     level for such a mesh:
 
     - `HFSDP` shards the parameters that the optimizer sees, its states and `.grad` over all ranks. In addition each rank keeps
-      its shard of the hybrid mesh in the compute dtype. It is all-gathered over the replicas once per step, and forward and
-      backward all-gather from it, over the shard dim. Gradients are reduce-scattered over the shard dim in each microbatch, and
+      its shard of the hybrid mesh in the compute dtype, which an all-gather over the replicas fills once per step. Forward and
+      backward all-gather this shard over the shard dim. Gradients are reduce-scattered over the shard dim per microbatch, and
       over the replicas in the backward that ends the step; mark the other backwards as under `ZERO1`. A parameter with so few
       rows that most of its shards would be padding is sharded over the shard dim only, as on any hybrid mesh.
 
@@ -209,7 +209,7 @@ _ONLY_HERE = {"only_here": True}  # metadata of a policy's field that FSDP2's cl
 
 
 def fields_only_here(policy: Any) -> list[str]:
-    """Return the names of the fields of a policy that were set and that FSDP2's class of the same name does not have."""
+    """Return the names of fields that were set on a policy, and that FSDP2's class of the same name does not have."""
     return [one.name for one in fields(policy) if one.metadata.get("only_here") and getattr(policy, one.name) != one.default]
 
 
@@ -224,16 +224,16 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: dtype of the unsharded parameters, and so of forward and backward; None keeps the storage dtype.
-        reduce_dtype: dtype in which gradients are reduced. None follows the installed torch: the dtype of `.grad` from 2.15 on,
-            the compute dtype before. A `grad_dtype` that was set on the parameter takes precedence over the compute dtype.
+        reduce_dtype: dtype in which gradients are reduced. None follows the installed torch: the dtype of `.grad` from 2.15 on;
+            before, the `grad_dtype` if one was set on the parameter, else the compute dtype.
         output_dtype: dtype to cast floating-point outputs of the unit's forward to; None leaves them unchanged.
         cast_forward_inputs: cast floating-point inputs of the unit's forward to `param_dtype`.
         param_dtype_override_fn: called once with each parameter, in `fully_shard`. To all-gather a parameter in its own dtype,
             return that dtype; otherwise return `param_dtype` or None. Inputs are cast to `param_dtype` in any case.
         accumulate_dtype: dtype in which backwards without communication (`model.accumulate()`) sum the gradients that they keep
             on each rank; the sum is cast to the reduce dtype when it is reduced. None is the reduce dtype. With another dtype
-            every reduction copies large gradients, to cast them. `shard_model(full_precision=)` gives its
-            units a policy without it and without `reduce_dtype`.
+            every reduction copies large gradients, to cast them. Units of `shard_model(full_precision=)` have neither this
+            dtype nor a `reduce_dtype`.
 
     Raises:
         ValueError: if a dtype is not a floating-point torch.dtype, or the override is not callable.
@@ -401,11 +401,11 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and so optimizer states are stored in host memory.
+    """Shards and gradients, and so optimizer states, are stored in host memory.
 
     Each all-gather begins with one copy of a group's flat shard to the device. Each reduction ends with one copy of its flat
-    gradient to the host. Both copies overlap with compute: those to the device have a stream of their own, those to the host
-    run on the stream of the reduction.
+    gradient to the host. Both copies overlap with compute: copies to the device have a stream of their own, copies to the
+    host run on the stream of the reduction.
 
     Args:
         pin_memory: page-lock the host memory, so that copies do not block the host. Ignored, with one warning, if there is no
@@ -432,11 +432,12 @@ class CommPolicy:
         direct_min_bytes: minimum bytes of a parameter's chunk per rank, in the smaller of its storage and compute dtypes, for a
             direct all-gather, which needs no copy. Smaller parameters share one packed collective. `float("inf")` packs
             everything; 0 packs only parameters that cannot be all-gathered directly. None uses the value for the backend
-            (measured for gloo, estimated for nccl) and applies two more rules: the 16 largest parameters of a group are
-            direct if they have at least 8 MiB over all ranks and 4 KiB per rank; and further parameters of at least 1 MiB are
-            direct while more than 32 MiB and a tenth of the group would be packed.
+            (measured for gloo, estimated for nccl) and adds two rules for parameters of at least 4 KiB per rank: of those
+            that may be direct, the 16 largest are direct if they have at least 8 MiB over all ranks; others of at least 1 MiB
+            are direct while the packed parameters exceed both 32 MiB and a tenth of the group.
         reductions_in_flight: number of groups whose gradients may be in flight before backward waits for the oldest, at
-            least 1.
+            least 1. The limit counts the reductions of all units of a thread on a device (with the same `lanes`), and must be
+            equal on all ranks if hooks on parameters start collectives.
         prefetch_bytes: while this unit computes, prefetch the units that the schedule expects next, as long as all prefetched
             units together have at most this many bytes of unsharded parameters, padding included. None prefetches exactly one
             unit, 0 none.
@@ -486,22 +487,21 @@ class CheckPolicy:
     """The checks that run while training.
 
     Args:
-        heartbeat: end each synchronised backward with one all-reduce. Its message has a hash of the collectives that this rank
-            ran, which must be equal on all ranks, and one byte per trainable parameter, rounded up to whole KiB. The bytes
+        heartbeat: end each backward that sets `.grad` with one all-reduce. Its message has a hash of the collectives that this
+            rank ran, which must be equal on all ranks, and one byte per trainable parameter, rounded up to whole KiB. The bytes
             show which parameters were used: if no rank used a parameter, its `.grad` stays None; if some rank did, every rank
             gets its shard of the mean. Without a heartbeat, a parameter that this rank did not use gets a gradient (zeros, if
-            no rank used it). The message also has the units with unreduced gradients (`accumulate()`) that this backward did
-            not enter, so that all ranks reduce them now. Without a heartbeat, each rank decides by its own backwards, which
-            must then run the same units on all ranks.
-        every: end only every n-th synchronised backward with a heartbeat; the others behave as without one. At least 1.
+            no rank used it). With or without one, such a backward also reduces what `accumulate()` kept in units of the model
+            that this backward did not enter. These must be the same units on all ranks.
+        every: end only every n-th backward that sets `.grad` with a heartbeat; the others behave as without one. At least 1.
         patience: seconds that a rank waits for a collective before it requests the states of the other ranks through the
-            store of the process group. If ranks ran different units, each of them then raises an error naming both. At least 0.
+            store of the process group. If ranks ran different units, all ranks raise an error naming these. At least 0.
         timeout: seconds after which a waiting rank raises an error naming the unit and the states of the other ranks (up to
             five seconds later if states are missing). None waits as long as the process group does.
         silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "optimizer" (an
-            optimizer steps plain parameters beside sharded ones), and "added", which is an error: trainable parameters were
-            added to a unit after fully_shard, and the caller reduces their gradients. `fullshard.lint(model)` returns further
-            remarks.
+            optimizer steps plain parameters beside sharded ones), and "added" (trainable parameters were added to a unit
+            after fully_shard), which is an error: silence it if you reduce their gradients yourself. `fullshard.lint(model)`
+            returns further remarks.
 
     Raises:
         ValueError: if a name is unknown, or a number has the wrong type or is below its minimum.

@@ -1,7 +1,7 @@
-"""The core: one fully_shard() call from hooks to process group, and the names that other packages may use of it.
+"""The core: one unit, from hooks to process group, and the names that other packages may import.
 
-state, optim, ext, fsdp2, wrap, fsdp1, weights, foresight and tools import the names below, and nothing from the files. If a
-package needs another name, add it. The first line of each file says what it is; read them in this order:
+state, optim, ext, fsdp2, wrap, fsdp1, weights, foresight and tools import only the names below from
+the core. If a package needs another name, add it. Each file begins with a line about itself; read the files in this order:
 
 the life of a unit:      unit, runtime, scheduler, hooks, units, module_tree, unit_options
 memory and messages:     param_group, layout, unsharded_buffer, packing, reduction, reducer, group_grads, heartbeat

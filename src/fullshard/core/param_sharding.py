@@ -45,7 +45,7 @@ PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 @dataclass(frozen=True, eq=False)
 class ParamSharding:
-    """Sharding of one parameter over one shard axis, which many parameters share.
+    """Sharding of one parameter over one shard axis. Many parameters share the axis.
 
     global shape  --tensor parallelism-->  local shape (unsharded)  --axis, dim-->  shard shape (sharded)
     """
@@ -56,10 +56,10 @@ class ParamSharding:
     local_shape: torch.Size  # of the unsharded parameter on this rank, i.e. after tensor parallelism; (1,) for a scalar
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
-    data_axes: tuple[int, ...]  # axes of `mesh` that are data parallel; one that is sharded over comes last
-    tensor_parallel: _torch.DTensorSpec | None = None  # of the original, if modules compute with such a DTensor
+    data_axes: tuple[int, ...]  # data-parallel axes of `mesh`; the shard axis, if any, comes last
+    tensor_parallel: _torch.DTensorSpec | None = None  # of the DTensor that modules compute with; None for a plain tensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
-    is_plain: bool = field(init=False)  # True if modules compute with a plain tensor of `local_shape` that is not a scalar
+    is_plain: bool = field(init=False)  # True if modules compute with a plain tensor that is no scalar
 
     def __post_init__(self) -> None:
         extent = Extent.of_rank(self.local_shape[self.dim], ranks=self.axis.ranks, rank=self.axis.rank)
@@ -75,7 +75,7 @@ class ParamSharding:
 
     @cached_property
     def tensor_parallel_groups(self) -> tuple[tuple[int, ShardAxis], ...]:
-        """Index in `mesh` and axis of each tensor-parallel axis with several ranks."""
+        """For each tensor-parallel axis of several ranks, its index in `mesh` and its ShardAxis."""
         others = [axis for axis in range(self.mesh.ndim) if axis not in self.data_axes and self.mesh.size(axis) > 1]
         names = self.mesh.mesh_dim_names
         return () if names is None else tuple((axis, resolve_mesh(self.mesh[names[axis]])) for axis in others)
@@ -101,7 +101,7 @@ class ParamSharding:
         return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].new_zeros(self.shard_shape)
 
     def rows_in(self, value: DTensor) -> Tensor | None:
-        """Return this rank's rows of a DTensor like the parameter, sharded or as modules have it; None for another one."""
+        """Return this rank's rows of a DTensor placed like the sharded or the unsharded parameter; None for others."""
         if _is_on(value, self.mesh, self.placements):
             return _torch.local_tensor(value)
         parallel = self.tensor_parallel
@@ -110,7 +110,7 @@ class ParamSharding:
         return None
 
     def rows_of(self, value: Tensor, *, name: str, what: str) -> Tensor:
-        """Return this rank's rows of an unsharded tensor, or of a DTensor as `rows_in`. Raise StateError if it does not fit."""
+        """Return this rank's rows of a full plain tensor, or of a DTensor that `rows_in` takes. Raise StateError for others."""
         if value.shape != self.shape:
             raise StateError(
                 f"Expected {what} of parameter '{name}' to have its shape {tuple(self.shape)}, got shape {tuple(value.shape)}."
@@ -164,7 +164,7 @@ class ParamSharding:
 
 
 def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Return True if a DTensor has these placements on `mesh`, or on a mesh of the same ranks with other names of its dims."""
+    """Return True if a DTensor has these placements on a mesh with the ranks of `mesh`, whatever the names of the mesh dims."""
     other = value.device_mesh
     same_ranks = other.device_type == mesh.device_type and torch.equal(other.mesh, mesh.mesh)
     return same_ranks and tuple(value.placements) == tuple(placements)
@@ -174,7 +174,7 @@ CHECK_LEVEL: list[Callable[[StateSharding, ShardAxis, MeshDims | None], None]] =
 """Called with the level, axis and `dp_mesh_dims` of each fully_shard() call, to raise ValueError if they do not fit."""
 
 CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] = []
-"""Called with the axis of a unit, its level, and values and dim of a parameter; return the axis to shard it over."""
+"""Called with a unit's axis and level, and a parameter's local values and dim; return the axis of the parameter."""
 
 
 def plan_sharding(

@@ -1,4 +1,4 @@
-"""Values into and out of shards: fully_shard(), loading, and full tensors, all-gathered over the shards or by DTensor."""
+"""Values into shards (fully_shard(), loading), and out of shards (full tensors, all-gathered here or by DTensor)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fullshard.core.subclasses import exact_copy, is_plain
 
 
 def move_data(tensor: Tensor, device: torch.device) -> None:
-    """Move a buffer, or an unsharded parameter and its gradient, to `device` in place. Meta tensors stay on meta."""
+    """Move a buffer, or a parameter before it is sharded and its gradient, to `device` in place. Meta tensors stay on meta."""
     if tensor.device.type in ("meta", device.type):
         return
     if isinstance(tensor, DTensor):
@@ -33,7 +33,7 @@ def move_data(tensor: Tensor, device: torch.device) -> None:
         tensor.data = moved
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(device)
-    else:  # `.data` cannot be assigned for a wrapper subclass, or from another type of device
+    else:  # torch refuses to set `.data` of wrapper subclasses, and between some device types
         _exchange(tensor, moved)
 
 
@@ -46,7 +46,7 @@ def _exchange(tensor: Tensor, moved: Tensor) -> None:
     tensor.__dict__.update(other.__dict__)
     _torch.carry_hooks(other, tensor)
     if plain:
-        tensor.__class__ = kind  # the caller's subclass of Parameter, which the swap replaced
+        tensor.__class__ = kind  # the swap replaced the caller's subclass of Parameter
     if is_set:
         _torch.set_grad_dtype(tensor, grad_dtype)
     if grad is not None:
@@ -54,7 +54,7 @@ def _exchange(tensor: Tensor, moved: Tensor) -> None:
 
 
 def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) -> None:
-    """Register the sharded parameter in place of `original`, with its attributes, hooks and gradient."""
+    """Register the sharded parameter, with the attributes, hooks and gradient of `original`, in its place."""
     sharded, sharding = parameter.sharded, parameter.sharding
     for key, value in original.__dict__.items():
         sharded.__dict__.setdefault(key, value)
@@ -80,7 +80,7 @@ def clone_shard(parameter: ShardedParameter) -> nn.Parameter:
 
 
 def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -> DTensor:
-    """Return a DTensor like the sharded parameter with this rank's rows of `full`; on its device if the shard is on meta."""
+    """Return this rank's rows of `full` as a DTensor like the shard; on the device of `full` if the shard is on meta."""
     device = full.device if parameter.local.device.type == "meta" else parameter.local.device
     rows = parameter.slice(full)
     if is_plain(rows):
@@ -91,10 +91,10 @@ def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -
 
 
 def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a loaded value as a DTensor that DTensor can copy into the shard. Values of other shapes or placements unchanged.
+    """Return a loaded value as a DTensor that can be copied into the shard; values of other shapes or placements unchanged.
 
-    A DTensor may be on a mesh of the same ranks with other names of its dims, between which DTensor copies nothing. `dtype`: of
-    the rows of an unsharded tensor; None for its own.
+    A DTensor on a mesh of the same ranks with other dim names gets the mesh of the parameter, since DTensor copies nothing
+    between such meshes. `dtype`: of the result for an unsharded tensor; None for that of the tensor.
     """
     sharding = parameter.sharding
     if value.shape != parameter.shape:
@@ -121,8 +121,8 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
 def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
 
-    It has memory of its own, on the device of the shard. `sharded`: the parameter, or its gradient, which the user may have
-    sharded in another way.
+    The result has memory of its own, on the device of the shard. `sharded`: the parameter, or its gradient. The user may have
+    sharded a gradient in another way.
     """
     local, axis = _torch.local_tensor(sharded).detach(), sharding.axis
     alike = sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements
@@ -140,7 +140,7 @@ def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded:
 
 
 def all_gather_full(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
-    """Return the full tensor, (sharding.shape): unsharded, and all-gathered over tensor parallel ranks as well. Collective."""
+    """Return the full tensor, (sharding.shape), all-gathered over shards and tensor-parallel ranks. Collective."""
     whole: Any = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded))
     return whole if sharding.tensor_parallel is None else agreement.unlogged(partial(full_tensor, whole)).clone()
 
@@ -148,7 +148,7 @@ def all_gather_full(agreement: Agreement, sharding: ParamSharding, sharded: DTen
 def full_tensor(sharded: DTensor) -> Tensor:
     """Return the full tensor of a DTensor, on the device of its local tensor. Collective, and not logged.
 
-    With CPU offload the local tensor is copied to the device of the mesh, because its backend cannot all-gather host memory.
+    With CPU offload the local tensor is copied to the device of the mesh, since the backend cannot all-gather host memory.
     """
     local = _torch.local_tensor(sharded).detach()
     kind = sharded.device_mesh.device_type

@@ -1,4 +1,4 @@
-"""ShardedDTensor, the class of sharded parameters: a DTensor whose errors name the parameter, and that records writes."""
+"""ShardedDTensor, the class of sharded parameters: a DTensor that names the parameter in errors, and records writes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _REMEDY = (
     "Use the unsharded parameter in `with fullshard.full_params(module):`, or initialize the model with "
     "fullshard.materialize(model, init=)."
 )
-# Their results stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
+# Results of these stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
 OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
-"""Functions that compute an operator on sharded parameters, (operator, args, kwargs). None: as without the function."""
+"""Functions (operator, args, kwargs) that compute an operator on sharded parameters. If one returns None, DTensor computes."""
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, or a view of one. Other operations return DTensors, as does `detach()` of a parameter.
+    """A sharded parameter, a view of one, or an empty tensor like one. Other results, as of `detach()`, are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
-    subclass runs before that: it computes with a plain DTensor that has the same memory, names the parameter in errors, and
+    subclass runs before that error: it computes with a plain DTensor over the same memory, names the parameter in errors, and
     records writes. Optimizers step with plain DTensors (`use_plain_dtensor`). Reading `.grad` or `.shape` costs nothing extra.
     """
 
@@ -72,7 +72,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A DTensor with the same memory and a separate version counter. Writes to it are recorded all the same."""
+        """A DTensor with the same memory and a separate version counter. Writes to this DTensor are recorded all the same."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made
@@ -86,7 +86,7 @@ class ShardedDTensor(DTensor):
         else:
             logical.assign(value)
 
-    # What changes how the parameter is reduced is noted for its group, which then looks.
+    # These methods may change how the parameter is reduced, so its group looks for changes before its next use.
 
     def _set_requires_grad(self, requires_grad: bool) -> None:
         torch.Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
@@ -101,20 +101,20 @@ class ShardedDTensor(DTensor):
         return self
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Register a hook on the gradient, as of a tensor."""
+        """Register a hook on the gradient, as on other tensors."""
         _note_change(self)
         return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Register a hook that runs when `.grad` is set, as of a tensor."""
+        """Register a hook that runs when `.grad` is set, as on other tensors."""
         _note_change(self)
         return super().register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> Any:
         """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # torch's raises there
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # else `detach` raises
             made: Any = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
-        if _torch.makes_parameter():  # it requires that `detach` returns the class of its argument
+        if _torch.makes_parameter():  # nn.Parameter() requires that `detach` keeps the class
             made.__class__ = ShardedDTensor
         return made
 
@@ -125,7 +125,7 @@ class ShardedDTensor(DTensor):
         return made
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
-        self.__class__ = DTensor  # which it requires
+        self.__class__ = DTensor  # clone() returns a DTensor, and __deepcopy__ requires that clone() keeps the class
         try:
             made = DTensor.__deepcopy__(self, memo)  # type: ignore[attr-defined]
         finally:
@@ -136,8 +136,8 @@ class ShardedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a DTensor over a copy of the shard.
 
-        It can be read without fullshard, and a pickle that puts tensors in shared memory, as for another process, does not
-        take the memory of the shard.
+        The pickle can be read without fullshard. If pickling moves tensors to shared memory, as for another process, it moves
+        the copy, not the shard.
         """
         made: Any = _torch.dtensor(exact_copy(_torch.local_tensor(self), methods=False), _torch.spec_of(self))
         made.requires_grad_(self.requires_grad)
@@ -160,7 +160,7 @@ def _note_change(tensor: Tensor) -> None:
         group.must_look = True
 
 
-# Per thread: every forward calls `restore_subclass`, also while an optimizer steps in another thread.
+# Per thread: an outermost forward calls `restore_subclass`, also while an optimizer steps in another thread.
 _SWITCHED = threading.local()
 
 
@@ -174,17 +174,17 @@ def use_plain_dtensor(tensors: Iterable[Any]) -> None:
 
 
 def restore_subclass() -> None:
-    """Undo `use_plain_dtensor` of this thread. Also called later, for an optimizer whose step raised."""
+    """Undo `use_plain_dtensor` of this thread. The next outermost forward calls it, too, in case the step raised."""
     switched = _SWITCHED.__dict__.get("sharded")
     while switched:
         tensor = switched.pop()
         if type(tensor) is DTensor and LOGICAL in tensor.__dict__:
             tensor.__class__ = ShardedDTensor
-            _note_change(tensor)  # nothing was noted in between
+            _note_change(tensor)  # the DTensor noted no changes
 
 
 def _to_plain(value: Any, given: dict[int, ShardedDTensor]) -> Any:
-    """Return an argument with plain DTensors of the same memory in place of ShardedDTensors, which are added to `given`."""
+    """Return an argument with plain DTensors of the same memory in place of ShardedDTensors. Add the latter to `given`."""
     if type(value) is ShardedDTensor:
         plain = _torch.dtensor(_torch.local_tensor(value), _torch.spec_of(value))
         given[id(plain)] = value
@@ -193,21 +193,21 @@ def _to_plain(value: Any, given: dict[int, ShardedDTensor]) -> Any:
 
 
 def _to_given(made: Any, given: dict[int, ShardedDTensor]) -> Any:
-    """Return the result of a writing operator with the arguments that it wrote to, as they were given."""
+    """Return the result of a writing operator, with the given ShardedDTensors in place of their plain DTensors."""
     if isinstance(made, (list, tuple)):
         return type(made)(_to_given(one, given) for one in made)
     return given.get(id(made), made)
 
 
 def _mark_view(view: Any, back: Any) -> None:
-    """Make `view` a ShardedDTensor, whose writes are those of the parameter that the reference `back` leads to."""
+    """Make `view` a ShardedDTensor. Writes to it count as writes to the parameter that `back` refers to."""
     if back is not None and type(view) is DTensor:
         view.__dict__[_VIEWED] = back
         view.__class__ = ShardedDTensor
 
 
 def parameter_of(tensor: Tensor) -> Any:
-    """Return the ShardedParameter of a sharded parameter or of a view of one; None for others, or if its unit was deleted."""
+    """Return the ShardedParameter of a sharded parameter or of a view of one; None for other tensors and deleted units."""
     back = tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
     return None if back is None else back()
 

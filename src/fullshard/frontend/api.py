@@ -69,20 +69,20 @@ def fully_shard(  # type: ignore[misc]
 ) -> nn.Module | list[nn.Module]:
     """Shard the parameters of `module` over `mesh` in place, and unshard them around its forward and backward. Collective.
 
-    Call it bottom-up: first on the blocks of a model, then on the model itself. Each call forms one unit. It shards the
+    Call it bottom-up: first on the blocks of a model, then on the model itself. Each call forms one unit, and shards the
     parameters that belong to no unit yet: each becomes a DTensor Parameter with placement `Shard(0)` on the mesh. Uneven
     and empty shards follow torch.chunk. Forward and backward all-gather the parameters of the unit, prefetch the next unit
     while this one computes, and free the unsharded parameters afterwards. Backward reduce-scatters the gradients and sets
     `.grad` to DTensors, averaged over the mesh.
 
-    A tied parameter that belongs to another unit already keeps one owner, the unit around both modules. Modules that share a
-    parameter, neither around the other, form one unit: `fully_shard([a, b])`. If calls are made top-down, an inner module
-    takes its parameters from the unit around it.
+    If a tied parameter already belongs to another unit, the unit around both modules owns it. If two modules share a
+    parameter and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made top-down, an
+    inner module takes its parameters from the unit around it.
 
     Args:
         module: a module with a forward, or a list of modules that form one unit. The parameters of a list are unsharded
-            before the forward of the first module that runs, and freed after the forward of the last one. Without a unit around
-            the list, each of its modules runs by itself.
+            before the forward of the first module that runs, and freed after the forward of the last one. Outside of
+            another unit's forward, they are unsharded and freed for each module by itself.
         mesh: a 1-D DeviceMesh to shard over, or a 2-D one for hybrid sharding (HSDP): replicate over dim 0, shard over
             dim 1. Names of mesh dims that contradict this, such as ("dp_shard", "cp"), cause a warning. None means all ranks of
             the default process group.
@@ -99,12 +99,12 @@ def fully_shard(  # type: ignore[misc]
         mp_policy: dtypes of computation, communication and outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters to leave alone: not sharded, not moved, and their gradients not reduced.
-        dp_mesh_dims: `DataParallelMeshDims` of `mesh`, which is then the full mesh of the program. All parameters must be
-            DTensors on that mesh.
+        dp_mesh_dims: `DataParallelMeshDims`, names of the data-parallel dims of `mesh`. Then `mesh` is the full mesh of the
+            program, and all parameters must be DTensors on it.
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
-        sync: "check" compares the ranks in the first forward of the model, by digests taken now: values that nothing has
-            written since (loaded, broadcast, initialized) must be equal on all ranks, and replicas in any case. The error names
+        sync: "check" takes digests now, and compares the ranks in the first forward of the model: unless written in
+            between (loaded, broadcast, initialized), values must be equal on all ranks; replicas in any case. The error names
             the first parameter that differs, for example because of different seeds. "broadcast" copies the parameters and
             buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the environment takes the place of
             "check".
@@ -116,7 +116,7 @@ def fully_shard(  # type: ignore[misc]
         `module`, the same object. Its class is now a subclass of `FSDPModule` and of its original class.
 
     Raises:
-        ValueError: for a container without forward, a module that was sharded already, a parameter on another device type,
+        ValueError: for a container without forward, a module that was sharded already, a tensor on another accelerator,
             a tie between units that are not nested, a mesh of more than two dims, an impossible placement, or an option of
             the wrong type. The error names the module or parameter, and is raised before a module or parameter has changed.
 
@@ -143,7 +143,7 @@ def fully_shard(  # type: ignore[misc]
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable the garbage collector while the block creates many objects, of which it would find none to free."""
+    """Disable the garbage collector in a block that creates many objects and no garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,10 +154,10 @@ def gc_paused() -> Iterator[None]:
 
 
 class PreparedShard:
-    """A call of `fully_shard`, whose arguments are checked when it is made, its module by `check`, and which is applied later.
+    """A `fully_shard` call in steps: the constructor checks the arguments, `check` the tensors, and `apply` shards them.
 
-    `check` and `apply` are collective, and so is the constructor where it creates a process group. Its arguments are those of
-    `fully_shard`; `units` are the modules of all calls that are prepared together. Each call skips the modules of the others.
+    `check` and `apply` are collective, and so is the constructor where it creates a process group. It takes the arguments
+    of `fully_shard`, and as `units` the modules of all calls that are prepared together. Each call skips those of the others.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class PreparedShard:
             keep_after_forward=keep_after_forward,
             subgroup_size=subgroup_size,
             states=states,
-            mp=self._mp_policy.without_override(),  # of which each parameter is asked once
+            mp=self._mp_policy.without_override(),  # `_inspect` calls the override, once with each parameter
             offload=offload_policy,
             comm=comm_policy,
             checks=check_policy,
@@ -206,12 +206,12 @@ class PreparedShard:
         )
         self._planned = frozenset(map(id, units))
         self.runtime = Runtime.of(self._axis.device, comm_policy)
-        # How each parameter is sharded, and True to all-gather it in its own dtype, whatever the policy. Kept, so that the
-        # user's functions are called once with each parameter.
+        # For each parameter, its sharding, and whether it is all-gathered in its own dtype. Kept, so that the user's functions
+        # are called once with each parameter.
         self._decided: dict[nn.Parameter, tuple[ParamSharding, bool]] = {}
 
     def check(self) -> PreparedShard:
-        """Raise the errors of `fully_shard` about this rank's module, which does not change. Collective."""
+        """Raise the errors of `fully_shard` about the module, without changing the module. Collective."""
         self._inspect()
         return self
 
@@ -223,7 +223,7 @@ class PreparedShard:
         managed, ties, refs = self._inspect()
         if self._options.sync == "broadcast" and (refs or managed.buffers):
             self._broadcast_values(managed, refs)
-        # All checks have passed, so that an error of the caller leaves the module intact. From here on it changes.
+        # The module changes only from here on, after all checks, so an error of the caller leaves it intact.
         home = torch.device("cpu") if isinstance(self._options.offload, CPUOffloadPolicy) else self._axis.device
         for ref in refs:
             move_data(ref.parameter, home)
@@ -232,7 +232,7 @@ class PreparedShard:
         with torch.no_grad():
             decided = [self._decided[ref.parameter] for ref in refs]
             self._decided.clear()  # it would keep the memory of the parameters
-            counters: dict[torch.device, DTensor] = {}  # of writes, which the parameters share
+            counters: dict[torch.device, DTensor] = {}  # version counters that the parameters share
             given = zip(refs, decided)
             new = [ShardedParameter(ref, how, keeps_dtype=keeps, counters=counters) for ref, (how, keeps) in given]
             unit = Unit(self.modules, [*ties.take(), *new], self._axis, self._options, self.runtime)
@@ -246,7 +246,7 @@ class PreparedShard:
             name_units_in(root)
 
     def _inspect(self) -> tuple[ManagedTensors, Ties, list[ParamRef]]:
-        """Return the tensors to manage, parameters of other units, and those to shard; raise if one cannot be. Collective.
+        """Return the tensors to manage, the ties to other units, and the parameters to shard, or raise. Collective.
 
         It may create process groups, and reshards other units that own some of the parameters. It changes nothing else.
         """
@@ -271,7 +271,7 @@ class PreparedShard:
         return managed, ties, refs
 
     def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
-        """Give all ranks the first rank's values, or raise ValueError on all if some have a tensor on meta. Collective."""
+        """Give all ranks the first rank's values, or raise ValueError on all if only some have a tensor on meta. Collective."""
         axis = self._axis
         self.runtime.update_timeouts(self._options.checks)
         classes = [type(module).__name__ for module in self.modules]

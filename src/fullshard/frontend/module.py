@@ -54,7 +54,7 @@ class UnshardHandle:
 def parse_reshard_after_forward(
     reshard_after_forward: bool | int | None, ranks: int, states: StateSharding
 ) -> tuple[KeepAfterForward, int | None]:
-    """Return the policy that the argument means, and the number of ranks that keep one copy together, None for all."""
+    """Return the policy that the argument means and, for PARTLY, the number of ranks that together keep one copy, else None."""
     if states.keeps_parameters and reshard_after_forward is not None and reshard_after_forward is not False:
         raise ValueError(
             f"reshard_after_forward={reshard_after_forward!r} frees parameters after forward, which states={states} keeps. "
@@ -162,8 +162,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. False implements gradient accumulation without communication.
 
-        Without gradient sync each rank accumulates its unsharded gradients, in the dtype that `MixedPrecisionPolicy` states
-        for `accumulate_dtype`, until a backward with gradient sync reduces the sum. The context manager `accumulate()` does
+        Without gradient sync each rank accumulates its unsharded gradients, in the `accumulate_dtype` of the unit's
+        `MixedPrecisionPolicy`, until a backward with gradient sync reduces the sum. The context manager `accumulate()` does
         the same.
 
         Args:
@@ -216,8 +216,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_states(self, states: StateSharding, *, recurse: bool = True) -> None:
         """Change the level of ZeRO between two steps. Collective.
 
-        Parameters that are kept from now on are all-gathered at once, so a lack of memory shows here; those that are kept no
-        longer are freed at once. Optimizers, gradients and state dicts do not change.
+        Parameters that the new level keeps unsharded are all-gathered at once, so a lack of memory shows here. Parameters
+        that it no longer keeps are freed at once. Optimizers, gradients and state dicts do not change.
 
         Args:
             states: the new level, as in `fully_shard`.
@@ -280,8 +280,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Reset the state of a step that an exception interrupted, and discard all of its gradients.
 
         The next forward resets the interrupted forward or backward by itself. This method also discards every `.grad`, the
-        gradients that earlier backwards accumulated without communication, and reductions that were not waited for: `wait()`
-        of their handle then raises StateError.
+        gradients that earlier backwards accumulated without communication, and reductions in flight: if a
+        handle of `finalize_backward(async_op=True)` waits for them, its `wait()` raises StateError.
         """
         for unit in units_of(self, True):
             unit.runtime.recover()
@@ -359,7 +359,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             One line of text.
         """
         own = _original_class(self).extra_repr()
-        unit = unit_of(self)  # not `require_unit`: a repr must not wait for collectives, also after an interrupt
+        unit = unit_of(self)  # not `require_unit`: a repr must not wait for collectives, even after an interrupt
         summary = "" if unit is None else unit_summary(unit)
         return f"{own}, {summary}" if own and summary else own or summary
 
@@ -374,7 +374,7 @@ def sharded_method(function: F) -> F:
 
 
 def units_by_runtime(module: Any) -> dict[Runtime, list[Unit]]:
-    """Return the units at and below `module` by runtime: more than one if some have separate streams or another device."""
+    """Return the units at and below `module` by runtime. Units on another device or with `lanes` of their own have another."""
     any_unit(module)
     found: dict[Runtime, list[Unit]] = {}
     for unit in units_of(module, True):
@@ -383,7 +383,7 @@ def units_by_runtime(module: Any) -> dict[Runtime, list[Unit]]:
 
 
 def _original_class(module: FSDPModule) -> Any:
-    """Return `super()` of the original class, skipping torch's FSDPModule, which is a base class for `isinstance` only."""
+    """Return a `super()` that starts at the original class: torch's FSDPModule, a base for `isinstance` only, is skipped."""
     return super(_torch.TorchFSDPModule, module)
 
 
@@ -398,7 +398,7 @@ def unit_summary(unit: Unit) -> str:
 
 @contextmanager
 def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
-    """Copy the shards back into the flat shards after `_apply(fn)` of a module of `unit`, which replaces or writes them."""
+    """Copy the shards of `unit` into its flat shards after the block, in which `_apply(fn)` replaced or wrote the shards."""
     for below in units_of(module, True):  # all of them, before the first one changes
         awaits_backward = below.runtime.scheduler.awaits_backward(below.number)
         if not awaits_backward and not below.runtime.reducer.is_undelivered(below):
@@ -442,7 +442,7 @@ def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
 
 
 def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
-    """Detach and return gradients with an explicit grad dtype, which a cast of the module would cast as well."""
+    """Remove and return the gradients of parameters with an explicit `grad_dtype`: a cast of the module must not cast them."""
     taken: list[tuple[ShardedParameter, Any]] = []
     for parameter in unit.parameters:
         if parameter.adopt_grad_dtype():
@@ -467,26 +467,26 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # of a backward while the caller had unsharded it by hand
+                parameter.unsharded.grad = None  # of a backward after the caller called unshard()
         for group in unit.groups:  # torch's zero_grad reaches registered parameters
             if group.grads.has_local:
                 group.grads.discard()
 
 
 def meet(units: Sequence[Unit], doing: str) -> None:
-    """Wait for all ranks of these units before `doing` creates process groups, which all of them must do. Collective."""
+    """Wait for all ranks of these units. Then `doing` creates process groups, on all of these ranks. Collective."""
     for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
         unit.agreement(doing).barrier()
 
 
 def _configure(module: Any, recurse: bool, **changes: object) -> None:
-    """Change options that are read at each event, of all units at and below `module` or of its own unit."""
+    """Change options of the unit of `module`, or with `recurse` of all units at and below it. Each event reads them anew."""
     for unit in units_of(module, check_bool("recurse", recurse)):
         unit.configure(**changes)
 
 
 def configure_reductions(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change fields of `UnitOptions.reduce` of all units at and below `module` or of its own unit."""
+    """Change fields of `UnitOptions.reduce` of the unit of `module`, or with `recurse` of all units at and below it."""
     for unit in units_of(module, check_bool("recurse", recurse)):
         unit.configure(reduce=replace(unit.options.reduce, **changes))
 
@@ -509,7 +509,7 @@ def resident(module: nn.Module) -> Iterator[None]:
         ...     tokens = model.generate(prompt)
     """
     units = units_of(module, True)
-    with ExitStack() as ends:  # reshards all of them, also if one raises since the caller wrote to it
+    with ExitStack() as ends:  # reshards all units, even if one raises since the caller wrote to it
         for unit in units:
             unit.enter_resident()
             ends.callback(unit.leave_resident)

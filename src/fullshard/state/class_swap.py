@@ -39,7 +39,7 @@ _SHARDED_CLASSES: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
 
 def sharded_class(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that sharded modules of class `cls` get, a subclass of `mixin` and `cls`. There is exactly one."""
+    """Return the only subclass of `mixin` and `cls`, the class that sharded modules of class `cls` get."""
     if (mixin, cls) not in _SHARDED_CLASSES:
         attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, _PARTS: (mixin, cls)}
         made = type(f"FSDP{cls.__name__}", (mixin, cls), attributes)
@@ -55,7 +55,7 @@ def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
 def install_unit(unit: Unit, mixin: type | None, managed: Iterable[nn.Module] = (), originals: Originals | None = None) -> None:
     """Install a new unit on its modules: references to it, hooks, torch's marks of managed modules, and the sharded class.
 
-    `mixin`: of the sharded class; None for modules that keep their class. `originals`: None for a copy of a unit.
+    `mixin`: base of the sharded class; None to keep the class. `originals`: the parameters that were sharded; None for a copy.
     """
     attach_unit(unit)
     install_hooks(unit)
@@ -74,7 +74,7 @@ def install_unit(unit: Unit, mixin: type | None, managed: Iterable[nn.Module] = 
 class ParameterSnapshot(NamedTuple):
     """Snapshot of one sharded parameter."""
 
-    ref: ParamRef  # its name, a copy of the sharded parameter, and its slots
+    ref: ParamRef  # name, sharded parameter (a copy, unless pickled), slots
     sharding: ParamSharding
     attributes: dict[str, Any]  # attributes that the user set on the parameter
     keeps_dtype: bool  # True if it is all-gathered in its own dtype, whatever the policy
@@ -86,7 +86,7 @@ class UnitSnapshot:
     """Snapshot of one unit."""
 
     modules: list[nn.Module]
-    mixin: type | None  # of the sharded class of its modules; None if they keep their class
+    mixin: type | None  # base of the class of its modules; None if they kept theirs
     name: str  # for logs and errors
     axis: ShardAxis
     options: UnitOptions
@@ -105,13 +105,13 @@ class ShardedSnapshot:
 def to_snapshot(root: nn.Module, memo: dict[int, Any] | None = None) -> ShardedSnapshot:
     """Return a snapshot of `root`, with copies of its modules.
 
-    `memo`: that of copy.deepcopy, which maps ids of modules and sharded parameters to their copies afterwards. None to pickle
-    the snapshot: it then has the sharded parameters themselves, as an optimizer in the same pickle has. Raises StateError
+    `memo`: the memo of copy.deepcopy. Afterwards it maps ids of modules and sharded parameters to their copies. None for a
+    pickle: the snapshot then has the sharded parameters themselves, as an optimizer in the same pickle has. Raises StateError
     inside a forward or backward of a unit, or if a unit also has modules outside of `root`.
     """
     pickles, memo = memo is None, {} if memo is None else memo
     inside = {id(module) for module in root.modules()}
-    # Without those that are copied already.
+    # Without units whose modules are copied already.
     units = [unit for unit in units_below([root]) if not any(id(module) in memo for module in unit.modules)]
     for unit in units:
         unit.ensure_sharded(doing="copying or pickling")
