@@ -33,7 +33,11 @@ class StartedWork:
             self.then()
 
     def is_completed(self) -> bool:
-        """Return True if all works have completed; False also if they cannot be polled."""
+        """Return True if all works have completed.
+
+        Returns:
+            False also if they cannot be polled.
+        """
         return all(map(_torch.is_done, self.works))
 
 
