@@ -591,10 +591,7 @@ def register_group(kind: type[ParamGroup]) -> None:
 
 
 def group_class(shard: Tensor, axis: ShardAxis, marks: Mapping[str, Any]) -> type[ParamGroup]:
-    """Return the class of the group of a parameter with this shard, or with this unsharded tensor, over an axis.
-
-    `marks`: the attributes of the parameter, such as those that users set.
-    """
+    """Return the group class of a parameter with this shard (or unsharded tensor), shard axis and attributes (`marks`)."""
     return next((kind for kind in _KINDS if kind.takes(shard, axis, marks)), ParamGroup)
 
 
@@ -610,7 +607,6 @@ def group_parameters(
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         kind = group_class(value, parameter.sharding.axis, vars(parameter.sharded))
-        alone = -1 if kind.flat else index
-        key = (kind, dtypes, value.device, parameter.requires_grad, parameter.sharding.axis.key, alone)
-        groups.setdefault(key, []).append(index)
+        of_parameter = (parameter.requires_grad, parameter.sharding.axis.key, -1 if kind.flat else index)
+        groups.setdefault((kind, dtypes, value.device, *of_parameter), []).append(index)
     return [(kind, dtypes, members) for (kind, dtypes, *_), members in groups.items()]
