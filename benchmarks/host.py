@@ -1,6 +1,6 @@
 """Compare the host time per unit of fullshard and torch's FSDP2, minus that of the plain module, on a fake process group.
 
-    python benchmarks/host.py [--parameters 2 11 50] [--worlds 8 64 512] [--units 8] [--repeats 30]
+    python benchmarks/host.py [--parameters 2 11 50] [--worlds 8 64 512] [--units 32] [--repeats 30]
 
 Also under ZERO2 and ZERO1 (two of fullshard's levels of ZeRO); an optimizer's step between the repeats, which is not timed, writes
 the shards. The fake group moves no bytes between ranks, so only the host time of the engines remains. Figures are microseconds per unit for
@@ -49,7 +49,7 @@ class Unit(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--units", type=int, default=8)
+    parser.add_argument("--units", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--parameters", type=int, nargs="+", default=[2, 11, 50], help="of each unit")
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512])
