@@ -7,6 +7,8 @@
 //   in the order of its stream. With SIM_POISON=2 that is done as soon as it is freed, as if the stream's next user got it at once:
 //   stricter than CUDA where a program orders a stream before it allocates on it.
 // - A kernel holds no reference to its memory; pinned host memory is read and written when the stream gets there.
+// - A graph is captured as on CUDA: what streams would run is recorded instead, with the waits between them, and replayed on
+//   the same addresses (`Capture`).
 // - Shapes of results come from the meta device. What that does not know (and random numbers) is computed by the host behind a wait.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -85,7 +87,12 @@ static bool left_out(const std::string& kind) {
 
 // --- streams and events --------------------------------------------------------------------------------------------
 
+struct Capture;
+
 struct Flag {
+  std::shared_ptr<Capture> capture;  // that records it, of a flag that nobody will set
+  int number = -1;                   // in that capture
+  std::map<int64_t, int64_t> seen;   // of each captured stream, how many of its tasks are in front
   std::mutex m;
   std::condition_variable cv;
   bool done = false;
@@ -109,13 +116,85 @@ struct Flag {
 };
 using FlagPtr = std::shared_ptr<Flag>;
 
+// --- capture -------------------------------------------------------------------------------------------------------
+
+struct Block;
+struct Stream;
+
+// A graph, or one that is being captured. While a stream is captured, nothing runs on it: `ops` has what is queued there, in
+// the order of the host. A stream that waits for an event of a captured stream is captured from then on, too. As on CUDA,
+// whatever the host may not do meanwhile raises, and spoils the capture: what comes later, and its end, raise as well.
+struct Capture {
+  enum Kind { kTask, kSet, kWait };
+  struct Op {
+    Kind kind;
+    int64_t stream;
+    std::function<void()> task;
+    bool kernel;
+    int flag;
+  };
+  int64_t origin = 0, pool = 0;
+  std::thread::id thread;
+  bool ended = false;
+  std::string spoiled;  // by what
+  std::vector<Op> ops;
+  int flags = 0;
+  std::set<int64_t> streams;
+  std::map<int64_t, int64_t> tasks;                    // by stream
+  std::map<int64_t, std::map<int64_t, int64_t>> seen;  // by stream: of each stream, how many of its tasks are in front
+  std::unordered_map<Block*, int64_t> outside;         // memory of other pools that the graph uses, and its generation
+  std::vector<Block*> later;                           // freed meanwhile, with users on other streams
+};
+using CapturePtr = std::shared_ptr<Capture>;
+
+static std::recursive_mutex capture_mutex;  // taken behind no other
+static CapturePtr active;                   // one at a time
+static std::atomic<bool> capturing{false};
+
+[[noreturn]] static void refuse(const CapturePtr& c, const std::string& what) {
+  std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+  if (c != nullptr && !c->ended && c->spoiled.empty()) c->spoiled = what;
+  TORCH_CHECK(false, "sim device: not permitted while a graph is captured: ", what);
+}
+
+static CapturePtr capture_of_thread();
+
+// Raise if this thread captures: what the host would wait for, or look at, has not run.
+static void check_host(const std::string& what) {
+  if (CapturePtr c = capture_of_thread()) refuse(c, what);
+}
+
+// The same, and raise for an event that was recorded into a graph: it is none that ever comes.
+static void check_flag(const FlagPtr& flag, const std::string& what) {
+  check_host(what);
+  if (flag != nullptr && flag->capture != nullptr) refuse(flag->capture, what + " of an event that was recorded while capturing");
+}
+
 static std::atomic<int64_t> delay_us{0}, delay_percent{0}, delay_seed{1}, delays_told{0};
 
 struct Stream {
   explicit Stream(int64_t id) : id(id), rng(id * 7919 + delay_seed), thread([this] { loop(); }) {
     thread.detach();
   }
+  CapturePtr captured() {
+    if (!capturing) return nullptr;
+    std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+    return capture;
+  }
+  static void check_whole(const CapturePtr& c) {
+    TORCH_CHECK(c->spoiled.empty(), "sim device: the capture was spoiled: ", c->spoiled);
+  }
   void push(std::function<void()> task, bool kernel = true) {
+    if (CapturePtr c = captured()) {
+      std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+      check_whole(c);
+      c->ops.push_back({Capture::kTask, id, std::move(task), kernel, -1});
+      c->seen[id][id] = ++c->tasks[id];
+      return;
+    }
+    queue_now(std::move(task), kernel);
+  }
+  void queue_now(std::function<void()> task, bool kernel) {
     {
       std::lock_guard<std::mutex> lock(m);
       queue.emplace_back(std::move(task), kernel);
@@ -125,11 +204,31 @@ struct Stream {
   }
   FlagPtr mark() {
     auto flag = std::make_shared<Flag>();
-    push([flag] { flag->set(); }, false);
+    if (CapturePtr c = captured()) {
+      std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+      check_whole(c);
+      flag->capture = c, flag->number = c->flags++, flag->seen = c->seen[id];
+      c->ops.push_back({Capture::kSet, id, nullptr, false, flag->number});
+    } else {
+      queue_now([flag] { flag->set(); }, false);
+    }
     return flag;
   }
   void behind(FlagPtr flag) {
-    if (flag != nullptr && !flag->query()) push([flag] { flag->wait(); }, false);
+    if (flag == nullptr) return;
+    CapturePtr mine = captured(), its = flag->capture;
+    if (its == nullptr && mine == nullptr) {
+      if (!flag->query()) queue_now([flag] { flag->wait(); }, false);
+      return;
+    }
+    std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+    if (its == nullptr) refuse(mine, "a wait for an event that was recorded outside of the capture");
+    if (its->ended) refuse(mine, "a wait for an event of a graph that was captured before");
+    check_whole(its);
+    capture = its;
+    its->streams.insert(id);
+    for (auto& [stream, tasks] : flag->seen) its->seen[id][stream] = std::max(its->seen[id][stream], tasks);
+    its->ops.push_back({Capture::kWait, id, nullptr, false, flag->number});
   }
   bool idle() {
     std::lock_guard<std::mutex> lock(m);
@@ -165,6 +264,7 @@ struct Stream {
     }
   }
   const int64_t id;
+  CapturePtr capture;  // while it is captured
   std::atomic<int64_t> slow_us{0};
   int64_t told = 0;
   std::mt19937_64 rng;
@@ -197,8 +297,16 @@ static Stream* current() {
   return stream_of(current_id);
 }
 
+static CapturePtr capture_of_thread() {
+  if (!capturing) return nullptr;
+  std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+  if (CapturePtr c = current()->captured()) return c;
+  return active != nullptr && active->thread == std::this_thread::get_id() ? active : nullptr;
+}
+
 static void host_wait(FlagPtr flag, const std::string& why) {
   if (left_out(why)) return;
+  check_flag(flag, why);
   if (!flag->query()) {
     note_wait(why);
     if (PyGILState_Check()) {
@@ -214,6 +322,7 @@ static void host_wait(FlagPtr flag, const std::string& why) {
 }
 
 static void synchronize_all(const std::string& why) {
+  check_host(why);
   std::vector<FlagPtr> flags;
   {
     stream_of(0);
@@ -266,12 +375,14 @@ struct Block {
   size_t size, asked;
   int64_t stream;
   std::set<int64_t> users;
+  int64_t pool = 0;        // of a graph; 0 for the pool of all others
+  int64_t generation = 0;  // how often it was given out
 };
 
 struct SimAllocator final : c10::DeviceAllocator {
   std::mutex m;
-  std::map<std::pair<int64_t, size_t>, std::vector<Block*>> free_blocks;
-  std::unordered_map<void*, Block*> blocks;
+  std::map<std::tuple<int64_t, int64_t, size_t>, std::vector<Block*>> free_blocks;  // by pool, stream and size
+  std::map<void*, Block*> blocks;
   std::vector<std::pair<Block*, std::vector<FlagPtr>>> pending;
   int64_t now = 0, peak = 0, reserved = 0, count = 0;
 
@@ -282,23 +393,28 @@ struct SimAllocator final : c10::DeviceAllocator {
     if (n == 0) return {nullptr, nullptr, &deleter, device0};
     const size_t size = (n + 511) / 512 * 512;
     const int64_t stream = current_id;
+    const CapturePtr mine = current()->captured();
+    if (mine == nullptr) check_host("an allocation on stream " + std::to_string(stream) + ", which is not captured");
+    const int64_t pool = mine == nullptr ? 0 : mine->pool;
     Block* block = nullptr;
     {
       std::lock_guard<std::mutex> lock(m);
       collect();
-      auto& list = free_blocks[{stream, size}];
+      auto& list = free_blocks[{pool, stream, size}];
       if (!list.empty()) {
         block = list.back();
         list.pop_back();
         if (poison) overwrite(block);
       } else {
         if (top + size > total_bytes) C10_THROW_ERROR(OutOfMemoryError, "sim device: out of memory");
-        block = new Block{seen + top, size, n, stream, {}};
+        block = new Block{seen + top, size, n, stream, {}, pool};
         top += size;
         reserved += size;
         if (poison) memset(real(block->ptr), 0xFF, size);
+        if (poison && pool) overwrite(block);  // in each replay
       }
       block->asked = n;
+      block->generation++;
       blocks[block->ptr] = block;
       now += size;
       count++;
@@ -312,8 +428,27 @@ struct SimAllocator final : c10::DeviceAllocator {
     stream_of(block->stream)->push([p, size] { memset(p, 0xFF, size); }, false);
   }
   void release(Block* block) {  // m is held
-    if (poison_freed) overwrite(block);
-    free_blocks[{block->stream, block->size}].push_back(block);
+    // What is freed while its stream is captured is of no concern to replays, unless it is of the graph.
+    if (poison_freed && (block->pool || stream_of(block->stream)->captured() == nullptr)) overwrite(block);
+    free_blocks[{block->pool, block->stream, block->size}].push_back(block);
+  }
+  // A graph that is captured uses this address.
+  void note_use(const void* p) {
+    const CapturePtr c = capture_of_thread();
+    if (c == nullptr || p == nullptr) return;
+    std::lock_guard<std::mutex> lock(m);
+    auto it = blocks.upper_bound(const_cast<void*>(p));
+    if (it == blocks.begin()) return;
+    Block* block = (--it)->second;
+    if (p < block->ptr + block->size && block->pool != c->pool) c->outside.emplace(block, block->generation);
+  }
+  void check_alive(const Capture& c) {
+    std::lock_guard<std::mutex> lock(m);
+    for (auto& [block, generation] : c.outside) {
+      const bool kept = block->pool != 0 || blocks.count(block->ptr);  // that of another graph is given to none but graphs
+      TORCH_CHECK(kept && block->generation == generation, "sim device: the graph uses ", block->asked,
+                  " bytes that were allocated outside of its capture and freed since");
+    }
   }
   void collect() {  // m is held
     for (size_t i = 0; i < pending.size();) {
@@ -338,6 +473,9 @@ struct SimAllocator final : c10::DeviceAllocator {
     now -= block->size;
     if (block->users.empty()) {
       release(block);
+    } else if (const CapturePtr c = capture_of_thread()) {
+      block->users.clear();
+      c->later.push_back(block);
     } else {
       std::vector<FlagPtr> flags;
       for (int64_t user : block->users) flags.push_back(stream_of(user)->mark());
@@ -350,6 +488,7 @@ struct SimAllocator final : c10::DeviceAllocator {
   }
   void copy_data(void* dest, const void* src, std::size_t n) const override {
     void *d = real(dest), *s = real(src);
+    const_cast<SimAllocator*>(this)->note_use(dest), const_cast<SimAllocator*>(this)->note_use(src);
     current()->push([d, s, n] { memcpy(d, s, n); });
   }
   bool initialized() override {
@@ -482,15 +621,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr || static_cast<Event*>(event)->flag == nullptr) return true;
+    check_flag(static_cast<Event*>(event)->flag, "a query");
     return static_cast<Event*>(event)->flag->query();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
   bool queryStream(const c10::Stream& s) const override {
+    if (const CapturePtr c = stream_of(s.id())->captured()) refuse(c, "a query of a stream that is captured");
+    check_host("a query of a stream");
     return stream_of(s.id())->idle();
   }
   void synchronizeStream(const c10::Stream& s) const override {
+    check_host("Stream.synchronize");
     host_wait(stream_of(s.id())->mark(), "Stream.synchronize");
   }
   void synchronizeEvent(void* event) const override {
@@ -505,6 +648,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   double elapsedTime(void* one, void* two, const c10::DeviceIndex) const override {
     auto a = static_cast<Event*>(one)->flag, b = static_cast<Event*>(two)->flag;
+    check_flag(a, "the time"), check_flag(b, "the time");
     return std::chrono::duration<double, std::milli>(b->at - a->at).count();
   }
 };
@@ -583,6 +727,7 @@ static const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
 
 static at::Tensor host_view(const at::Tensor& t) {  // for stream threads: a CPU tensor over the memory
   void* p = t.numel() == 0 ? nullptr : real(t.const_data_ptr());
+  if (p != nullptr) allocator.note_use(t.const_data_ptr());
   return at::from_blob(p, t.sizes(), t.strides(), at::TensorOptions().dtype(t.scalar_type()).device(at::kCPU));
 }
 
@@ -676,6 +821,7 @@ static at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool 
       c10::Storage keep = self.storage();
       current()->push([from, into, n, keep] { memcpy(into, from, n); });
     } else {
+      check_host("a copy from pageable memory of the host");
       at::Tensor from = self.clone();  // staged: the caller may write to it as soon as this returns
       current()->push([from, to]() mutable { to.copy_(from); });
     }
@@ -686,6 +832,7 @@ static at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool 
   if (straight && non_blocking && is_pinned(dst.const_data_ptr())) {
     void* into = dst.data_ptr();
     const void* source = real(self.const_data_ptr());
+    allocator.note_use(self.const_data_ptr());
     const size_t n = self.nbytes();
     c10::Storage keep = dst.storage();
     current()->push([into, source, n, keep] { memcpy(into, source, n); });
@@ -763,6 +910,7 @@ static const Known& known(const c10::OperatorHandle& op) {
 }
 
 static void by_host(const c10::OperatorHandle& op, torch::jit::Stack* stack, const std::string& name, const std::string& why) {
+  check_host(name + ", which the host computes (" + why + ")");
   {
     std::lock_guard<std::mutex> lock(stats_mutex);
     launches["host " + name + ": " + why]++;
@@ -901,12 +1049,13 @@ static void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string name = k.name;
   current()->push([handle, inputs, outputs, name] {
     try {
-      handle.callBoxed(inputs.get());
+      torch::jit::Stack stack = *inputs;  // a graph calls it again
+      handle.callBoxed(&stack);
       for (size_t r = 0; r < outputs->size(); r++) {
         auto& into = (*outputs)[r];
         if (into.empty()) continue;
         std::vector<at::Tensor> got;
-        const c10::IValue& v = (*inputs)[r];
+        const c10::IValue& v = stack[r];
         if (v.isTensor())
           got = {v.toTensor()};
         else
@@ -974,6 +1123,7 @@ struct SimWork final : c10d::Work {
   SimWork(FlagPtr end, int64_t stream, std::vector<at::Tensor> keep, std::vector<at::Tensor> outputs)
       : c10d::Work(-1, c10d::OpType::UNKNOWN), end(std::move(end)), stream(stream), keep(std::move(keep)), outputs(std::move(outputs)) {}
   bool isCompleted() override {
+    check_flag(end, "a query");
     return end->query();
   }
   bool isSuccess() const override {
@@ -1392,6 +1542,79 @@ struct SimBackend final : c10d::Backend {
   }
 };
 
+// --- graphs ----------------------------------------------------------------------------------------------------------
+
+static std::atomic<int64_t> pools{0};
+
+static void begin_capture(int64_t pool) {
+  std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+  TORCH_CHECK(active == nullptr, "sim device: another graph is captured");
+  Stream* stream = current();
+  TORCH_CHECK(stream->id != 0, "sim device: the stream that the device begins with cannot be captured");
+  active = std::make_shared<Capture>();
+  active->origin = stream->id, active->thread = std::this_thread::get_id(), active->pool = pool ? pool : ++pools;
+  active->streams.insert(stream->id);
+  stream->capture = active;
+  capturing = true;
+}
+
+// Ends it, in any case. Raises if it was spoiled, or if work of a captured stream is not in front of the first one's end.
+static CapturePtr end_capture() {
+  std::unique_lock<std::recursive_mutex> lock(capture_mutex);
+  TORCH_CHECK(active != nullptr, "sim device: no graph is captured");
+  CapturePtr c = active;
+  if (c->spoiled.empty() && current_id != c->origin) c->spoiled = "the capture ends on another stream than it began on";
+  for (auto& [stream, tasks] : c->tasks)
+    if (c->spoiled.empty() && c->seen[c->origin][stream] != tasks)
+      c->spoiled = "stream " + std::to_string(stream) + " is not joined: the first stream did not wait for " +
+          std::to_string(tasks - c->seen[c->origin][stream]) + " of its tasks";
+  c->ended = true, active = nullptr, capturing = false;
+  for (int64_t stream : c->streams) stream_of(stream)->capture = nullptr;
+  lock.unlock();
+  {
+    std::lock_guard<std::mutex> inner(allocator.m);
+    for (Block* block : c->later) allocator.release(block);
+    c->later.clear();
+  }
+  TORCH_CHECK(c->spoiled.empty(), "sim device: the capture failed: ", c->spoiled);
+  return c;
+}
+
+// Other streams than the captured ones: a graph is not ordered behind what these have to do.
+static Stream* shadow_of(int64_t stream) {
+  static std::map<int64_t, Stream*> shadows;
+  std::lock_guard<std::recursive_mutex> lock(capture_mutex);
+  Stream*& shadow = shadows[stream];
+  if (shadow == nullptr) shadow = new_stream();
+  shadow->slow_us = stream_of(stream)->slow_us.load();
+  return shadow;
+}
+
+// Runs the graph behind the current stream, and what comes on the current stream behind the graph.
+static void replay(const Capture& c) {
+  check_host("a replay");
+  allocator.check_alive(c);
+  Stream* on = current();
+  std::map<int64_t, Stream*> runs;
+  const FlagPtr begin = on->mark();
+  for (int64_t stream : c.streams) {
+    runs[stream] = stream == c.origin ? on : shadow_of(stream);
+    if (stream != c.origin) runs[stream]->behind(begin);
+  }
+  std::vector<FlagPtr> flags(c.flags);
+  for (auto& op : c.ops) {
+    Stream* stream = runs[op.stream];
+    if (op.kind == Capture::kTask)
+      stream->queue_now(op.task, op.kernel);
+    else if (op.kind == Capture::kSet)
+      flags[op.flag] = stream->mark();
+    else
+      stream->behind(flags[op.flag]);
+  }
+  for (auto& [id, stream] : runs)
+    if (stream != on) on->behind(stream->mark());
+}
+
 }  // namespace sim
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -1452,4 +1675,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return true;
   });
   m.def("default_generator", [] { return sim::default_generator(); });
+  pybind11::class_<sim::Capture, sim::CapturePtr>(m, "Graph")
+      .def("replay", [](const sim::CapturePtr& c) { sim::replay(*c); })
+      .def_readonly("pool", &sim::Capture::pool)
+      .def_readonly("streams", &sim::Capture::streams)
+      .def_property_readonly("tasks", [](const sim::Capture& c) { return c.tasks; });
+  m.def("begin_capture", [](int64_t pool) { sim::begin_capture(pool); }, pybind11::arg("pool") = 0);
+  m.def("end_capture", [] { return sim::end_capture(); });
+  m.def("is_capturing", [] { return sim::current()->captured() != nullptr; });
 }

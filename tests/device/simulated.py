@@ -10,7 +10,10 @@ the kernels of the CPU. What a program must order on CUDA it must order here, or
 - A collective that is not asynchronous runs on the current stream and returns no work, others on a stream of the group's.
 - An error of a stream is raised at the next wait of the host.
 
-It has one device, no graphs, no priorities and no triton. Shapes of results come from the meta device; what that does not know, and
+`torch.sim.Graph` and `torch.sim.graph` are as `torch.cuda.CUDAGraph` and `torch.cuda.graph`: device.cpp says what they record, and
+what spoils a capture.
+
+It has one device, no priorities and no triton. Shapes of results come from the meta device; what that does not know, and
 random numbers, are computed by the host behind a wait, which `launches()` counts. LayerNorm and attention are taken apart into
 other operators, so their last bits differ from those of the CPU.
 
@@ -24,6 +27,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
+import gc
 import hashlib
 import importlib.util
 import os
@@ -32,6 +37,7 @@ import subprocess
 import sysconfig
 import time
 import types
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,6 +146,56 @@ def load(*, bare: bool = True) -> Any:
     return extension
 
 
+class Graph:
+    """As `torch.cuda.CUDAGraph`. Random numbers cannot be captured, since the host draws them."""
+
+    extension: Any = None
+
+    def __init__(self) -> None:
+        self.captured: Any = None
+
+    def capture_begin(self, pool: int | None = None) -> None:
+        """Record what the current stream, and those that wait for it, are given from now on, and run none of it."""
+        self.extension.begin_capture(pool or 0)
+
+    def capture_end(self) -> None:
+        """Raise RuntimeError if the program did what cannot be captured, or left a stream that was not waited for."""
+        self.captured = self.extension.end_capture()
+
+    def replay(self) -> None:
+        """Run it on the current stream: on the same addresses, with what is in them now."""
+        self.captured.replay()
+
+    def pool(self) -> int:
+        """The pool of its memory, for another graph that never runs at the same time."""
+        return int(self.captured.pool)
+
+
+@contextlib.contextmanager
+def graph(cuda_graph: Graph, pool: int | None = None, stream: Any = None) -> Iterator[None]:
+    """As `torch.cuda.graph`: capture the block on a stream of its own."""
+    torch.accelerator.synchronize()
+    gc.collect()
+    outer = torch.accelerator.current_stream()
+    stream = stream or _capture_stream()
+    stream.wait_stream(outer)
+    with stream:
+        cuda_graph.capture_begin(pool)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of the same cause
+                cuda_graph.capture_end()
+            raise
+        cuda_graph.capture_end()
+    outer.wait_stream(stream)
+
+
+@functools.cache
+def _capture_stream() -> torch.Stream:
+    return torch.Stream(device="sim")
+
+
 def _module(extension: Any, bare: bool) -> types.ModuleType:
     """What torch asks of `torch.sim`. If `bare` no more: streams are those of `torch.Stream` and `torch.accelerator`."""
     module: Any = types.ModuleType("torch.sim")
@@ -151,6 +207,8 @@ def _module(extension: Any, bare: bool) -> types.ModuleType:
     module.init = module._lazy_init = lambda: None
     module._is_in_bad_fork = lambda: False
     module._lazy_call = lambda call, **_: call()
+    Graph.extension = extension
+    module.Graph, module.graph, module.is_current_stream_capturing = Graph, graph, extension.is_capturing
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16, torch.float32]
 
     if not bare:
