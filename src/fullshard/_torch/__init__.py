@@ -14,6 +14,7 @@ c10d.py         process groups, backends, stores, memory for collectives; except
 collectives.py  collectives and point-to-point messages; their counting by CommDebugMode
 devices.py      devices, streams, storages, fused copies
 fsdp.py         torch's FSDP and replicate: classes, states of modules, options
+graphs.py       graphs of a device, which hold a captured program
 flops.py        floating-point operations of matrix products and attention
 simulation.py   support for foresight
 
@@ -29,6 +30,7 @@ from fullshard._torch.dispatch import *
 from fullshard._torch.dtensors import *
 from fullshard._torch.flops import *
 from fullshard._torch.fsdp import *
+from fullshard._torch.graphs import *
 from fullshard._torch.nn import *
 from fullshard._torch.optim import *
 from fullshard._torch.simulation import *

@@ -98,7 +98,8 @@ class CollectiveCall(LoggedCall):
         if self.work is not None:
             return self.work.done()
         if self.event is not None:
-            return self.event.query()
+            # While a graph of the device is captured nothing runs, and a query would spoil the capture.
+            return not (self.streams is not None and self.streams.capturing) and self.event.query()
         if self.finish is None or self.after is not None:
             return self.finish is None
         return self.pending is None or _torch.is_done(self.pending)
@@ -254,6 +255,7 @@ class Streams:
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
         self.next_event: object = None  # of the user: the next outermost forward or `unshard()` is ordered behind it
+        self.capturing = False  # a graph of the device is captured
         # True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over.
         self.interrupted = False
 
@@ -310,7 +312,8 @@ class Streams:
             raise
         except RuntimeError as failure:
             raise self.error_for(failure, call) from failure
-        if self._are_pollable and self.wait_state is not None:  # on the CPU, the host waits itself
+        # On the CPU, the host waits itself. A query of a call in a graph would spoil the capture, from any thread.
+        if self._are_pollable and self.wait_state is not None and not self.capturing:
             self.wait_state.in_flight.append(call)
         return call
 

@@ -96,6 +96,10 @@ class Heartbeat:
                 return True
         return False
 
+    def expect(self) -> None:
+        """Have the result on the host show no difference, until one arrives."""
+        self._received[: 2 * DIGEST] = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
+
     def is_desynced(self) -> bool:
         """Return True if the logs of the ranks differ. The host must have waited for the heartbeat."""
         return self._read(0, 2 * DIGEST) != self._head
@@ -150,12 +154,12 @@ class Heartbeats:
         """Read these heartbeats or, on an accelerator, all before these. Raises StateError if the ranks diverged."""
         if self._communicator.async_device is not None:
             self._unread += sent
-            if len(self._unread) > len(sent):
+            if len(self._unread) > len(sent) and not self._communicator.capturing:
                 self.read(keep=len(sent))
             return
         for beat, work in sent:
             work.block()
-            self._check(beat)
+            self.check(beat)
 
     def read(self, *, keep: int | None = None) -> None:
         """Read the heartbeats that have completed. With `keep`, wait for all but the last `keep`, and read them.
@@ -166,7 +170,7 @@ class Heartbeats:
         while len(unread) > (keep or 0) and (keep is not None or unread[0][1].done()):
             beat, work = unread.popleft()
             work.block()
-            self._check(beat)
+            self.check(beat)
             self._free.append(beat)
 
     def release(self, sent: Sequence[SentHeartbeat]) -> None:
@@ -177,11 +181,18 @@ class Heartbeats:
             if id(beat) not in unread:
                 self._free.append(beat)
 
+    def take_unread(self) -> list[SentHeartbeat]:
+        """Return those unread, which belong to the caller from now on: a graph of the device sends them in each replay."""
+        unread = [*self._unread]
+        self._unread.clear()
+        return unread
+
     def clear(self) -> None:
         """Drop all unread heartbeats and their memory. The compute stream must be ordered behind the heartbeats."""
         self._unread.clear()
 
-    def _check(self, beat: Heartbeat) -> None:
+    def check(self, beat: Heartbeat) -> None:
+        """Raise StateError if it shows that the ranks diverged. The host must have waited for it."""
         if beat.is_desynced():
             watchdog = self._communicator.watchdog
             text = "" if watchdog is None else watchdog.diagnose_desync(beat.log)

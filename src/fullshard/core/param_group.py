@@ -553,6 +553,10 @@ class GradientParts:
             self.is_free = True
             self.flat.untyped_storage().resize_(0)
 
+    def keep(self) -> None:
+        """Never free the memory: a graph of the device uses it."""
+        self._counts = None
+
     def allocate(self) -> Tensor:
         """Allocate the memory again, and return the flat gradient."""
         self.is_free = False

@@ -23,6 +23,9 @@ class Listener:
     A listener may run actions of the scheduler, for example of units whose backward this rank enters without computing.
     """
 
+    def beginning_forward(self, unit: Unit) -> None:
+        """Act when an outermost forward of a unit begins."""
+
     def before_backward(self, call: ForwardCall) -> None:
         """Act before the backward of `call` begins."""
 
@@ -285,6 +288,13 @@ class GradientReducer:
         used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
         for beat, work in sent:
             if beat.must_be_read:
+                if self._communicator.capturing:
+                    unit = next(r for r in beat.reductions if r.is_partial and r.asks_others).group.parameters[0].unit_name.name
+                    raise StateError(
+                        f"A graph of the device cannot hold a step in which this rank uses no parameter of unit '{unit}' that "
+                        "has no .grad: the host reads whether others used it. Run a step before the capture, with "
+                        "zero_grad(set_to_none=False) behind it, or freeze the parameter."
+                    )
                 work.block()
                 used |= zip(map(id, beat.reductions), beat.used_anywhere())
         decided: list[Reduction] = []

@@ -139,6 +139,13 @@ class Runtime:
 
     def begin_outermost_forward(self, unit: Unit, module: nn.Module) -> None:
         """Prepare a step at the beginning of an outermost forward."""
+        device = self.communicator.async_device
+        if device is not None and not self.communicator.capturing and _torch.is_capturing(device):
+            raise StateError(
+                f"The forward of unit '{unit.name}' was called while a graph of the device is captured that fullshard does not "
+                "follow. Capture the whole step by fullshard.Graph().capture(), on the thread of the model, or call "
+                "fullshard.install() first, which follows torch.cuda.graph."
+            )
         self.raised_in = None
         restore_subclass()  # an optimizer's step that raised may have left parameters as plain DTensors
         self.forget_deleted()
@@ -148,13 +155,8 @@ class Runtime:
         self.trace.clear()
         self.reducer.heartbeats.read()
         self.communicator.roll_blocks()
-        device = self.communicator.async_device
-        if device is not None and _torch.is_capturing(device):
-            raise StateError(
-                f"The forward of unit '{unit.name}' was called while a graph of the device is captured, which cannot hold "
-                "all-gathers: the host decides in each step what to all-gather, free and reduce. Capturing a whole step is not "
-                "supported. Capture modules inside of units, or use torch.compile without mode='reduce-overhead'."
-            )
+        for listener in tuple(self.listeners):
+            listener.beginning_forward(unit)
         self.communicator.wait_for_next_event()
         if self.kept:
             self._drop_stale()

@@ -14,6 +14,7 @@ import fullshard.ext.subclasses
 import fullshard.ext.two_hops
 import fullshard.ext.unwritten
 from fullshard.ext.any_failed import any_failed
+from fullshard.ext.capture import Graph, capture_obstacles
 from fullshard.ext.full_params import full_params
 from fullshard.ext.gathered import gathered
 from fullshard.ext.grad import grad
@@ -21,7 +22,9 @@ from fullshard.ext.materialize import materialize
 from fullshard.ext.undo import undo
 
 __all__ = [
+    "Graph",
     "any_failed",
+    "capture_obstacles",
     "full_params",
     "gathered",
     "grad",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fullshard.core import Agreement, CollectiveCall, GroupFingerprints, ShardAxis, Started, Unit
+from fullshard.errors import StateError
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 
 Shape = tuple[int, ...]
@@ -183,6 +184,10 @@ class OwnerExchange:
 
     def run(self, fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of each result. Collective."""
+        if self._communicator.capturing:
+            raise StateError(
+                f"{self._doing} waits on the host for all ranks, which a graph of the device cannot hold. Leave it out of that."
+            )
         all_results, own_results = self._memory_of_results()
         back: CollectiveCall | None = None
         # The shards are sent from the memory where the results arrive. So nothing needs memory of its own on this side.

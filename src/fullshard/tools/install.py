@@ -189,6 +189,8 @@ def install() -> None:
             if found is not None and found is not _REPLACEMENTS[name]:
                 torch_objects[id(found)] = (name, found)
     _undo.extend([_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)])
+    if (capture := getattr(ext, "capture", None)) is not None:  # deleted otherwise
+        _undo.append(_torch.follow_graphs(capture.GRAPHS))
     for module_name, module in list(sys.modules.items()):
         if module is None or not _is_replaced_in(module_name):
             continue

@@ -1,0 +1,485 @@
+"""`Graph`: a training step that is captured once and replayed without the host's work, and what is checked around replays.
+
+The device runs a replay, the host does not: what Python keeps of a step is not kept of a replay. So a capture begins and ends
+with every unit sharded, what a replay writes (shards, `.grad`) is noted, and what it relies on is compared before it.
+
+    before a capture       all-gathers in flight are waited for, and all heartbeats are read
+    its first forward      every unit is resharded: what the graph all-gathers depends on nothing before it
+    while it lasts         nothing is polled, and nothing is shown to the watchdog; heartbeats become part of the graph
+    its end                the captured stream waits for the other streams
+    before a replay        the heartbeat of the last replay, addresses, `.grad` and options of optimizers are compared
+    behind a replay        the watchdog follows it
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard import _torch
+from fullshard.core import (
+    CollectiveCall,
+    CollectiveLog,
+    FlatBuffer,
+    ForwardCall,
+    GroupFingerprints,
+    Listener,
+    Move,
+    ParamGroup,
+    Runtime,
+    SentHeartbeat,
+    ShardedParameter,
+    Unit,
+    UnitName,
+    units_below,
+)
+from fullshard.errors import StateError
+from fullshard.optim.optimizer_hooks import STEP_LISTENERS
+from fullshard.policies import CPUOffloadPolicy
+
+_FROZEN = (bool, int, float, str)  # classes of options that a graph keeps as they were
+
+_group_of: Callable[[Any], Any] = operator.attrgetter("group")
+_shard: Callable[[Any], Tensor] = operator.attrgetter("shard")
+_sharded: Callable[[Any], Tensor] = operator.attrgetter("sharded")
+_grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
+
+
+class Graph:
+    """Capture a step of sharded models once, and replay it without the host's work.
+
+    Collective: all ranks capture and replay the same graphs in the same order. Run a step eagerly first. What torch.cuda.graph
+    asks of a program it asks here: inputs that are copied to one place, optimizers with capturable=True and learning rates in
+    tensors, gradients that are zeroed in place if the optimizer is not captured, and no reads by the host.
+
+    Args:
+        device: the accelerator; None for the current one.
+
+    Raises:
+        StateError: without an accelerator.
+
+    Example:
+        >>> graph = fullshard.Graph()                                                         # doctest: +SKIP
+        >>> with graph.capture():                                                             # doctest: +SKIP
+        ...     loss = step(static)
+        >>> for batch in data:                                                                # doctest: +SKIP
+        ...     static.copy_(batch)
+        ...     graph.replay()
+
+    Source: torch.cuda.graph.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        found = device or torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type == "cpu":
+            raise StateError("fullshard.Graph() needs an accelerator: the CPU has no graphs.")
+        self._device, self.raw = found, _torch.new_graph(found)
+
+    @contextmanager
+    def capture(self, **options: Any) -> Iterator[None]:
+        """Capture the block: forward and backward, and the optimizer's step or not.
+
+        Args:
+            options: those of torch.cuda.graph, such as `pool` and `stream`.
+
+        Raises:
+            StateError: if a unit runs that a graph cannot hold (`capture_obstacles`).
+        """
+        GRAPHS.begin(self.raw)
+        try:
+            with _torch.capturing_into(self.raw, self._device, **options):
+                yield
+                GRAPHS.finish(self.raw)
+        except BaseException as failure:
+            GRAPHS.end(self.raw, failure)
+            raise
+        GRAPHS.end(self.raw, None)
+
+    def replay(self) -> None:
+        """Run the step on the current stream.
+
+        Raises:
+            StateError: if memory, a `.grad` or an option that the graph holds was replaced since, or if the ranks diverged.
+        """
+        GRAPHS.replay(self.raw, self.raw.replay)
+
+    def pool(self) -> Any:
+        """Return the memory pool.
+
+        Returns:
+            What `capture(pool=)` of another graph of the same step takes.
+        """
+        return self.raw.pool()
+
+
+def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str]:
+    """Return why a step of a model cannot be captured; an empty list if it can. Equal on all ranks.
+
+    Args:
+        model: a module with units.
+        optimizers: those whose steps are captured as well.
+
+    Returns:
+        One sentence per unit or optimizer that a graph cannot hold.
+
+    Example:
+        >>> graph = None if fullshard.capture_obstacles(model) else fullshard.Graph()         # doctest: +SKIP
+    """
+    found = [f"Unit '{unit.name}': {why}." for unit in units_below([model]) if (why := _obstacle(unit))]
+    return found + [f"{type(one).__name__}: {why}." for one in optimizers if (why := _obstacle_of(one))]
+
+
+def _obstacle(unit: Unit) -> str:
+    options = unit.options
+    if isinstance(options.offload, CPUOffloadPolicy):
+        return "its shards are in host memory (CPUOffloadPolicy), which the host reads and writes in each step"
+    if options.gather_adapter is not None or options.reduce_adapter is not None or options.comm.collectives is not None:
+        return "it has collectives of its own"
+    return ""
+
+
+def _obstacle_of(optimizer: torch.optim.Optimizer) -> str:
+    if _torch.steps_as(optimizer, torch.optim.Muon):
+        return "its step waits on the host for all ranks: leave it out of the graph"
+    return ""
+
+
+class Captured:
+    """The part of a graph that belongs to one runtime. It keeps no model alive.
+
+    Attributes:
+        number: of the graph among those that units of the runtime entered; equal on all ranks, 0 before the first forward.
+        units: those that it all-gathers, while it is captured.
+        heartbeats: those in it, which each replay sends again.
+        steps: optimizers whose steps are in it, with their options.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime, self.number = runtime, 0
+        self.units: dict[int, Unit] = {}
+        self.heartbeats: list[SentHeartbeat] = []
+        self.steps: list[tuple[weakref.ref[torch.optim.Optimizer], list[tuple[Any, ...]]]] = []
+        self._versions: dict[int, tuple[ParamGroup, int]] = {}  # of the groups when it began
+        self._logs: dict[CollectiveLog, GroupFingerprints] = {}
+        self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
+        self._addresses: list[int] = []
+        self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
+        self._written: list[weakref.ref[ParamGroup]] = []
+
+    @property
+    def name(self) -> str:
+        """The name in texts, equal on all ranks."""
+        return f"graph {self.number}"
+
+    def enter(self, number: int) -> None:
+        """Record that a forward of a unit begins in it."""
+        self.number = number
+        self._versions = {id(group): (group, group.version()) for unit in self.runtime.all_units() for group in unit.groups}
+
+    def note(self, unit: Unit) -> None:
+        """Record that it all-gathers a unit. Raises StateError if the host has a part in that."""
+        if unit.number in self.units:
+            return
+        if why := _obstacle(unit):
+            raise StateError(
+                f"Unit '{unit.name}' ran while a graph of the device was captured, which cannot hold it: {why}. Run the step "
+                "without a graph."
+            )
+        self.units[unit.number] = unit
+        for log in {group.fingerprints.log: None for group in unit.groups}:
+            if log not in self._logs:
+                self._logs[log] = GroupFingerprints(log, UnitName(""), self.name)
+                log.append(self._logs[log][f"capture of {self.name} begins"])
+
+    def seal(self) -> None:
+        """Record what replays write and rely on: the capture has ended, and every unit is sharded."""
+        groups = [group for unit in self.units.values() for group in unit.groups]
+        for group in groups:
+            if group.parts is not None:
+                group.parts.keep()
+        self._first = [weakref.ref(group.parameters[0]) for group in groups]
+        self._addresses = self._addresses_of([group.parameters[0] for group in groups])
+        self._written = [weakref.ref(group) for group, before in self._versions.values() if group.version() != before]
+        self._grads = [_address(group.parameters[0].sharded.grad) for group in groups]
+        self._versions, self.units = {}, {}
+        for log, fingerprints in self._logs.items():
+            log.append(fingerprints[f"capture of {self.name} ends"])
+        for beat, _ in self.heartbeats:
+            beat.expect()
+
+    @staticmethod
+    def _addresses_of(parameters: Sequence[ShardedParameter]) -> list[int]:
+        """Return the addresses that a graph has from outside of its own memory."""
+        groups = [group() for group in map(_group_of, parameters)]
+        found = [*map(Tensor.data_ptr, map(_shard, groups))]
+        kept = [buffer for group in groups if group.keeps_memory for buffer in group.buffers]
+        return found + [buffer.flat.data_ptr() for buffer in kept if isinstance(buffer, FlatBuffer)]
+
+    def check(self) -> None:
+        """Raise StateError if a replay would use other memory or options than the model and its optimizers have now."""
+        runtime, name = self.runtime, self.name.capitalize()
+        runtime.recover()
+        if runtime.scheduler.running or runtime.backward.underway:
+            raise StateError(f"{name} was replayed inside of a forward or backward. Replay it before or after.")
+        for beat, _ in self.heartbeats:
+            runtime.reducer.heartbeats.check(beat)
+        parameters: list[Any] = [first() for first in self._first]
+        if None in parameters or self._addresses_of(parameters) != self._addresses:
+            raise StateError(
+                f"{name} holds addresses of sharded parameters that changed since its capture: by .to(), undo(), `.data =`, "
+                "another fully_shard(), or set_keep_unsharded_storage(). Capture the step again."
+            )
+        for grad, address, parameter in zip(map(_grad, map(_sharded, parameters)), self._grads, parameters):
+            if address and _address(grad) != address:
+                raise StateError(
+                    f"{name} writes the gradient of '{parameter.name}' of unit '{parameter.unit_name.name}' to a tensor that "
+                    "is its .grad no longer. Between replays call zero_grad(set_to_none=False), and assign no .grad."
+                )
+        for owner, before in self.steps:
+            optimizer = owner()
+            if optimizer is not None and _options_of(optimizer.param_groups) != before:
+                raise self._frozen_error(optimizer, before)
+
+    def _frozen_error(self, optimizer: torch.optim.Optimizer, before: Sequence[tuple[Any, ...]]) -> StateError:
+        """Return an error that names the first option that changed."""
+        changed = next(
+            f"{now[0]} of {type(optimizer).__name__} is {now[1]}, and was {then[1]}"
+            for new, old in zip(_options_of(optimizer.param_groups), before)
+            for now, then in zip(new, old)
+            if now != then
+        )
+        return StateError(
+            f"{changed} when {self.name} was captured, which steps with the latter. Use a tensor on the device, as in "
+            "lr=torch.tensor(0.1), or capture the step again."
+        )
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """Run the graph by `run`, and record what it writes."""
+        finish_gathers(self.runtime)  # they may read shards that the graph writes
+        for log, fingerprints in self._logs.items():
+            log.append(fingerprints[f"replay of {self.name}"])
+        for reference in self._written:  # before it runs: after an interrupt, one all-gather too many is harmless
+            group = reference()
+            if group is not None:
+                group.writes += 1
+        run()
+        communicator = self.runtime.communicator
+        if communicator.wait_state is not None and communicator.async_device is not None:
+            event = _torch.current_stream(communicator.async_device).record_event()
+            for log, fingerprints in self._logs.items():
+                call = CollectiveCall()
+                call.log, call.fingerprint, call.number = log, fingerprints[f"replay of {self.name}"], log.count
+                call.event, call.device = event, communicator.async_device
+                communicator.wait_state.in_flight.append(call)
+
+
+def _address(grad: Tensor | None) -> int:
+    return 0 if grad is None else _torch.local_part(grad).data_ptr()
+
+
+def _options_of(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return the options of an optimizer that a graph keeps as they were, as (name, value), by group."""
+    return [tuple((name, value) for name, value in group.items() if type(value) in _FROZEN) for group in groups]
+
+
+def finish_gathers(runtime: Runtime) -> None:
+    """Wait for the all-gathers in flight."""
+    for number in [*runtime.gathering]:
+        runtime.run(runtime.scheduler.finish_unshard(number))
+
+
+class Follower(Listener):
+    """Follows the captures of one runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.captured: Captured | None = None  # while a graph is captured
+        self._graphs = 0  # captured so far, with units in them
+        self._border = -1  # on the scheduler's clock: where a capture began or ended last
+        self._around = ExitStack()
+        # Groups that entered a backward: whether the last one was captured.
+        self._sides: weakref.WeakKeyDictionary[ParamGroup, bool] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Follower:
+        """Return the follower of a runtime."""
+        found = next((one for one in runtime.listeners if isinstance(one, cls)), None)
+        if found is None:
+            found = cls(runtime)
+            runtime.listeners.append(found)
+        return found
+
+    def begin(self) -> None:
+        """Let what is under way end before a capture. Do nothing inside of a unit, whose modules anybody may capture."""
+        runtime = self.runtime
+        runtime.recover()
+        if runtime.scheduler.running or runtime.backward.underway:
+            return
+        finish_gathers(runtime)
+        runtime.reducer.drain()
+        runtime.reducer.heartbeats.read(keep=0)
+        runtime.communicator.capturing, self.captured = True, Captured(runtime)
+        self._around.enter_context(runtime.watched(self._note))
+
+    def _note(self, move: Move, unit: Unit, run: Callable[[], None]) -> None:
+        if move is Move.UNSHARD and self.captured is not None:
+            self.captured.note(unit)
+        run()
+
+    def finish(self) -> None:
+        """Order the captured stream behind the others: no work may be left there."""
+        if self.captured is not None:
+            finish_gathers(self.runtime)
+            self.runtime.reducer.drain()
+            self.captured.heartbeats += self.runtime.reducer.heartbeats.take_unread()
+            for _, work in self.captured.heartbeats:
+                work.wait()
+
+    def end(self, failure: BaseException | None) -> Captured | None:
+        """Forget what Python believes of a step that has not run. Return what was captured, None if nothing was."""
+        runtime, captured, self.captured = self.runtime, self.captured, None
+        runtime.communicator.capturing = False
+        self._around.close()
+        if captured is None or not captured.number:
+            return None
+        self._border = runtime.scheduler.clock
+        if failure is not None or runtime.scheduler.running or runtime.backward.underway:
+            runtime.reducer.heartbeats.take_unread()
+            runtime.abort_step()
+            return None
+        self._shard_all()
+        captured.seal()
+        return captured
+
+    def _shard_all(self) -> None:
+        finish_gathers(self.runtime)
+        for unit in self.runtime.all_units():
+            unit.invalidate_unsharded()
+
+    # --- events of a step ---
+
+    def beginning_forward(self, unit: Unit) -> None:
+        """Reshard every unit at the first forward of a capture. Raises StateError if a graph cannot hold the forward."""
+        captured, runtime = self.captured, self.runtime
+        if captured is None:
+            return
+        outermost = unit.outermost
+        for one in units_below([] if outermost is None else [outermost]):
+            if one.record.is_pinned:
+                raise StateError(
+                    f"Unit '{one.name}' is kept unsharded by unshard() or resident() around the capture of a graph of the "
+                    "device: replays would compute with its parameters as they are now. Call reshard() before."
+                )
+        if runtime.communicator.next_event is not None:
+            raise StateError(
+                "set_post_optim_event() was called before a graph of the device was captured, which cannot wait for an event "
+                "from outside of it. Wait for the event on the stream that is captured, before the capture."
+            )
+        if not captured.number:  # only now: other ranks may not capture a graph without units
+            self._graphs += 1
+            self._border = runtime.scheduler.clock
+            captured.enter(self._graphs)
+            self._shard_all()
+
+    def before_backward(self, call: ForwardCall) -> None:
+        """Raise StateError if the backward of a call, or of gradients that were kept, is on another side of a capture."""
+        unit, is_captured = self.runtime.unit(call.unit), self.captured is not None
+        if unit is None:
+            return
+        if call.end <= self._border or (self.captured is not None and not self.captured.number):
+            raise StateError(
+                f"The backward of unit '{unit.name}' and its forward are on two sides of the capture of a graph of the device. "
+                "Capture both in one graph, or none."
+            )
+        for group in unit.groups:
+            if group.grads.are_left and self._sides.get(group, False) is not is_captured:
+                where, now = ("", "not ") if not is_captured else ("not ", "")
+                raise StateError(
+                    f"Gradients of unit '{unit.name}' were kept by a backward that is {where}in a graph of the device, and "
+                    f"this backward is {now}in one. Capture all backwards of a step, in one graph or one each, or none; "
+                    "zero_grad() discards what is kept."
+                )
+            self._sides[group] = is_captured
+
+
+class Graphs:
+    """Follows the graphs of the device for the runtimes of a thread (`_torch.GraphEvents`). Nested calls have no effect."""
+
+    def __init__(self) -> None:
+        self._open: Any = None  # the graph that is captured
+        self._running: Any = None  # the graph that is replayed
+        self._parts: weakref.WeakKeyDictionary[Any, list[Captured]] = weakref.WeakKeyDictionary()
+
+    def _followers(self) -> list[Follower]:
+        every = Runtime.all_of_thread()
+        return [Follower.of(runtime) for runtime in every if runtime.communicator.async_device is not None]
+
+    def begin(self, graph: Any) -> None:
+        """Prepare a capture."""
+        if self._open is None:
+            self._open = graph
+            self._parts.pop(graph, None)
+            for follower in self._followers():
+                follower.begin()
+
+    def finish(self, graph: Any) -> None:
+        """Join the streams of the capture."""
+        if self._open is graph:
+            for follower in self._followers():
+                follower.finish()
+
+    def end(self, graph: Any, failure: BaseException | None) -> None:
+        """End a capture."""
+        if self._open is graph:
+            self._open = None
+            ended = [follower.end(failure) for follower in self._followers()]
+            self._parts[graph] = [part for part in ended if part is not None]
+
+    def replay(self, graph: Any, run: Callable[[], None]) -> None:
+        """Run a graph, with the checks of its parts."""
+        parts = [] if self._running is graph else self._parts.get(graph, [])
+        for part in parts:
+            part.check()
+        for part in parts:
+            run = _nested(part, run)
+        before, self._running = self._running, graph
+        try:
+            run()
+        finally:
+            self._running = before
+
+    def note_step(self, optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+        """Record the options of an optimizer whose step is captured."""
+        if self._open is not None:
+            for follower in self._followers():
+                if follower.captured is not None:
+                    follower.captured.steps.append((optimizer, _options_of(groups)))
+
+
+def _nested(part: Captured, run: Callable[[], None]) -> Callable[[], None]:
+    return lambda: part.replay(run)
+
+
+GRAPHS = Graphs()
+"""Follows graphs that `fullshard.Graph` captures and, after `install()`, those of torch."""
+
+
+class _CapturedSteps:
+    """Records the steps of an optimizer that are captured."""
+
+    __slots__ = ("_optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Sequence[Sequence[ShardedParameter]]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, groups: Sequence[dict[str, Any]]) -> None:
+        GRAPHS.note_step(self._optimizer, groups)
+
+
+STEP_LISTENERS.append(_CapturedSteps)

@@ -1,0 +1,525 @@
+"""A step that is captured: N replays are N eager steps, bit for bit, and what is wrong around a replay raises by name."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from harness import World, ranks
+from models import square
+from test_on_device import LOW, Stack, late, mesh_like, values
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from fullshard import HFSDP, ZERO1, ZERO2, CheckPolicy, CommPolicy, CPUOffloadPolicy, StateError, fully_shard
+from fullshard.core import Fingerprint, Runtime, UnitName
+
+pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.01, device="sim"), capturable=True, foreach=True)
+
+
+class Recomputed(Stack):
+    """Recomputes its blocks."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return self.head(x)
+
+
+class Reentrant(Recomputed):
+    reentrant = True
+
+
+class Tied(Stack):
+    """Frozen and tied parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp.weight.requires_grad_(False)
+        self.blocks[1].scale = self.blocks[0].scale
+
+
+def build(
+    world: World, *, shape: tuple[int, ...] | None = None, kind: type[Stack] = Stack, keep: bool = False, **o: Any
+) -> Any:
+    torch.manual_seed(0)
+    model, mesh = kind(), mesh_like(world, "sim", shape or (world.size,))
+    for block in [] if kind is Tied else model.blocks:
+        fully_shard(block, mesh=mesh, **o)
+    fully_shard(model, mesh=mesh, **o)
+    if keep:
+        model.set_keep_unsharded_storage(True)
+    return model
+
+
+def data(world: World, index: int) -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(1000 * world.rank + index)).to("sim")
+
+
+def inputs(world: World, index: int, micros: int = 1) -> Tensor:
+    return torch.stack([data(world, 10 * index + micro) for micro in range(micros)])
+
+
+class Job:
+    """A model and its optimizer."""
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        optimizer: Optimizer = adamw,
+        captured: str = "step",
+        clip: bool = False,
+        micros: int = 1,
+        **o: Any,
+    ) -> None:
+        self.world, self.micros, self.clip, self.whole = world, micros, clip, captured == "step"
+        self.model = build(world, **o)
+        self.optimizer = optimizer(self.model.parameters())
+
+    def backwards(self, x: Tensor) -> Tensor:
+        losses = []
+        for micro in range(self.micros):
+            self.model.set_requires_gradient_sync(micro == self.micros - 1)
+            losses.append(square(self.model(x[micro])))
+            losses[-1].backward()
+        if self.clip:
+            losses.append(fullshard.clip_grad_norm_(self.model.parameters(), 0.1))
+        return torch.stack([loss.detach() for loss in losses])
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def step(self, index: int) -> Tensor:
+        losses = self.backwards(inputs(self.world, index, self.micros)).cpu()
+        self.update()
+        return losses
+
+    def evaluate(self, index: int) -> Tensor:
+        with torch.no_grad():
+            return self.model(data(self.world, 500 + index)).cpu()
+
+    def capture(self, **options: Any) -> None:
+        self.x, self.graph = inputs(self.world, 0, self.micros).clone(), fullshard.Graph()
+        with self.graph.capture(**options):
+            self.losses = self.backwards(self.x)
+            if self.whole:
+                self.update()
+
+    def replay(self, index: int) -> Tensor:
+        self.x.copy_(inputs(self.world, index, self.micros))
+        self.graph.replay()
+        if not self.whole:
+            self.update()
+        return self.losses.cpu()
+
+
+def states(job: Job) -> list[Tensor]:
+    found = [value for state in job.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [getattr(value, "_local_tensor", value).cpu() for value in found]
+
+
+def assert_same(mine: Job, other: Job, what: str) -> None:
+    for name, value in values(other.model).items():
+        assert torch.equal(values(mine.model)[name], value), (what, name)
+    assert all(torch.equal(one, two) for one, two in zip(states(mine), states(other), strict=True)), what
+
+
+QUIET = CheckPolicy(heartbeat=False)
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "without heartbeats": {"check_policy": QUIET},
+    "resharded": {"reshard_after_forward": True},
+    "kept": {"reshard_after_forward": False},
+    "in a smaller group": {"reshard_after_forward": 2},
+    "storage kept": {"keep": True},
+    "ZERO1": {"states": ZERO1},
+    "ZERO2": {"states": ZERO2},
+    "ZERO2, optimizer outside": {"states": ZERO2, "captured": "backward"},
+    "optimizer outside": {"captured": "backward"},
+    "momentum": {"optimizer": sgd},
+    "mixed precision": {"mp_policy": LOW},
+    "clipping": {"clip": True},
+    "accumulation": {"micros": 3},
+    "recomputed": {"kind": Recomputed},
+    "recomputed, reentrant": {"kind": Reentrant},
+    "frozen and tied": {"kind": Tied},
+    "prefetching": {"comm_policy": CommPolicy(reductions_in_flight=3, prefetch_bytes=10**6)},
+}
+HYBRID = {"hybrid": {}, "two hops": {"states": HFSDP}, "two hops, optimizer outside": {"states": HFSDP, "captured": "backward"}}
+
+
+def check_in_turn(world: World, how: str, **options: Any) -> None:
+    """Evaluations (v), replays (r) and eager steps (e)."""
+    expected, mine = Job(world, **options), Job(world, **options)
+    for index in range(2):
+        assert torch.equal(mine.step(index), expected.step(index))
+    assert torch.equal(mine.evaluate(0), expected.evaluate(0)), "kept units are current when the capture begins"
+    mine.capture()
+    with late(world, how):
+        for index, turn in enumerate("vrevrrevver", 2):
+            if turn == "v":
+                assert torch.equal(mine.evaluate(index), expected.evaluate(index)), index
+                continue
+            losses = mine.replay(index) if turn == "r" else mine.step(index)
+            assert torch.equal(losses, expected.step(index)), (turn, index)
+            assert_same(mine, expected, f"{turn} {index}")
+
+
+@pytest.mark.rotates(32)
+@pytest.mark.parametrize("how", ["none", "random 1", "random 2", "random 3", "random 4"])
+@pytest.mark.parametrize("name", POLICIES)
+@ranks(1, 2, 3, device="sim")
+def test_replays_eager_steps_and_evaluations_in_turn_are_eager_steps(world: World, name: str, how: str) -> None:
+    if world.size % POLICIES[name].get("reshard_after_forward", 1) == 0 or world.size == 1:
+        check_in_turn(world, how, **POLICIES[name])
+
+
+@pytest.mark.rotates(8)
+@pytest.mark.parametrize("how", ["none", "random 1", "random 2"])
+@pytest.mark.parametrize("name", HYBRID)
+@ranks(4, device="sim")
+def test_replays_on_hybrid_meshes_are_eager_steps(world: World, name: str, how: str) -> None:
+    check_in_turn(world, how, shape=(2, 2), **HYBRID[name])
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("level", [fullshard.ZERO3, ZERO1, ZERO2])
+@ranks(2, device="sim")
+def test_a_step_may_be_a_graph_for_each_microbatch(world: World, level: Any, shares: bool) -> None:
+    expected, mine = (Job(world, micros=3, states=level) for _ in range(2))
+    for index in range(2):
+        mine.step(index), expected.step(index)
+    x, graphs, losses = inputs(world, 0, 3).clone(), [], []
+    for micro in range(3):
+        graphs.append(fullshard.Graph())
+        with graphs[-1].capture(pool=graphs[0].pool() if shares and micro else None):
+            mine.model.set_requires_gradient_sync(micro == 2)
+            loss = square(mine.model(x[micro]))
+            loss.backward()
+            losses.append(loss.detach())
+    for index in range(2, 5):
+        x.copy_(inputs(world, index, 3))
+        for graph in graphs:
+            graph.replay()
+        mine.update()
+        assert torch.equal(torch.stack(losses).cpu(), expected.step(index))
+        assert_same(mine, expected, str(index))
+
+
+@ranks(2, device="sim")
+def test_after_install_graphs_of_torch_are_followed_and_not_before(world: World) -> None:
+    expected, mine = Job(world, states=ZERO2), Job(world, states=ZERO2)
+    for index in range(2):
+        mine.step(index), expected.step(index)
+    x, graph = inputs(world, 0).clone(), torch.sim.Graph()  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match="fullshard.Graph.*install"), torch.sim.graph(graph):  # type: ignore[attr-defined]
+        mine.backwards(x)
+    with fullshard.installed():
+        with torch.sim.graph(graph):  # type: ignore[attr-defined]
+            losses = mine.backwards(x)
+            mine.update()
+        for index in range(2, 5):
+            x.copy_(inputs(world, index))
+            graph.replay()
+            assert torch.equal(losses.cpu(), expected.step(index))
+            assert torch.equal(mine.evaluate(index), expected.evaluate(index))
+
+
+# --- refused by name ---
+
+
+class Adapted:
+    """Other collectives, which are those of the backend."""
+
+    def __call__(self, group: Any) -> Any:
+        from fullshard.comm.backends import collectives_for
+
+        return collectives_for(group, torch.device("sim"))
+
+
+@pytest.mark.parametrize("what", ["offload", "custom collectives"])
+@ranks(2, device="sim")
+def test_units_that_the_host_has_a_part_in_are_refused_by_name(world: World, what: str) -> None:
+    options: dict[str, Any] = {
+        "offload": {"offload_policy": CPUOffloadPolicy()},
+        "custom collectives": {"comm_policy": CommPolicy(collectives=Adapted())},
+    }
+    job = Job(world, captured="backward", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options[what])
+    job.step(0)
+    assert len(fullshard.capture_obstacles(job.model)) == 4
+    with pytest.raises(StateError, match="Unit '.*' ran while a graph of the device was captured, which cannot hold it"):
+        job.capture()
+    before = Job(world, captured="backward", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options[what])
+    before.step(0)
+    job.model.zero_grad()
+    before.model.zero_grad()
+    assert torch.equal(job.step(1), before.step(1)), "the next eager step is right"
+
+
+@ranks(2, device="sim")
+def test_a_step_of_muon_is_refused_by_name(world: World) -> None:
+    job = Job(world, optimizer=lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.1))
+    job.step(0)
+    assert "Muon" in " ".join(fullshard.capture_obstacles(job.model, job.optimizer))
+    with pytest.raises(StateError, match="Muon"):
+        job.capture()
+
+
+@ranks(2, device="sim")
+def test_a_forward_and_its_backward_are_in_one_graph_or_in_none(world: World) -> None:
+    job = Job(world)
+    job.step(0)
+    x, kept = inputs(world, 0).clone(), []
+    with fullshard.Graph().capture():
+        kept.append(square(job.model(x[0])))
+    with pytest.raises(StateError, match="two sides of the capture"):
+        kept.pop().backward()
+    loss = square(job.model(x[0]))
+    with pytest.raises(StateError, match="two sides of the capture"), fullshard.Graph().capture():
+        loss.backward()
+
+
+@ranks(2, device="sim")
+def test_units_that_are_unsharded_by_hand_are_refused_by_name(world: World) -> None:
+    job = Job(world)
+    job.step(0)
+    with job.model.resident(), pytest.raises(StateError, match="kept unsharded by unshard"):
+        job.capture()
+
+
+@pytest.mark.parametrize("first", ["eager", "captured"])
+@ranks(2, device="sim")
+def test_gradients_are_kept_and_reduced_on_one_side_of_a_capture(world: World, first: str) -> None:
+    job = Job(world)
+    job.step(0)
+    x = inputs(world, 0).clone()
+
+    def backward(keeps: bool) -> None:
+        job.model.set_requires_gradient_sync(not keeps)
+        square(job.model(x[0])).backward()
+
+    def captured(keeps: bool) -> None:
+        with fullshard.Graph().capture():
+            backward(keeps)
+
+    one, other = (backward, captured) if first == "eager" else (captured, backward)
+    one(True)
+    with pytest.raises(StateError, match="were kept by a backward"):
+        other(False)
+
+
+@ranks(2, device="sim")
+def test_an_unused_parameter_without_a_gradient_is_refused_by_name(world: World) -> None:
+    class Skips(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.blocks[0](self.inp(x)))
+
+    torch.manual_seed(0)
+    model = fully_shard(Skips(), mesh=world.mesh)
+    x = inputs(world, 0).clone()
+    square(model(x[0])).backward()
+    with pytest.raises(StateError, match="uses no parameter of unit"), fullshard.Graph().capture():
+        square(model(x[0])).backward()
+
+
+# --- what a replay relies on ---
+
+
+def moved(job: Job, how: str) -> None:
+    model = job.model
+    if how == "data":
+        alias = model.inp.weight.data  # noqa: F841  # so that the values get other memory
+        model.inp.weight.data = model.inp.weight.data.clone() * 2
+    elif how == "undo":
+        fullshard.undo(model)
+    elif how == "storage":
+        model.set_keep_unsharded_storage(False)
+        job.step(3)
+    elif how == "cast":
+        model.double()
+    elif how == "grad":
+        model.zero_grad()
+    elif how == "another grad":
+        model.zero_grad()
+        job.step(3)
+    elif how == "lr":
+        job.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+MOVED = {
+    "data": "holds addresses of sharded parameters that changed",
+    "undo": "holds addresses of sharded parameters that changed",
+    "cast": "holds addresses of sharded parameters that changed",
+    "grad": "its .grad no longer",
+    "another grad": "its .grad no longer",
+    "lr": "weight_decay of AdamW is 0.5, and was 0.01 when graph .* was captured",
+}
+
+
+@pytest.mark.parametrize("how", MOVED)
+@ranks(2, device="sim")
+def test_a_replay_that_would_use_other_memory_or_options_raises_by_name(world: World, how: str) -> None:
+    job = Job(world)
+    for index in range(2):
+        job.step(index)
+    job.capture()
+    job.replay(2)
+    moved(job, how)
+    with pytest.raises(StateError, match=MOVED[how]):
+        job.graph.replay()
+
+
+@pytest.mark.parametrize("how", ["load", "assign", "policy"])
+@ranks(2, device="sim")
+def test_values_that_are_loaded_between_replays_count(world: World, how: str) -> None:
+    expected, mine = Job(world, captured="backward"), Job(world, captured="backward")
+    for job in (mine, expected):
+        for index in range(2):
+            job.step(index)
+    mine.capture()
+    for job in (mine, expected):
+        if how == "policy":
+            job.model.set_reshard_after_forward(True)
+        else:
+            job.model.load_state_dict({name: 0.5 * value for name, value in job.model.state_dict().items()})
+    for index in range(2, 4):
+        assert torch.equal(mine.replay(index), expected.step(index))
+        assert_same(mine, expected, str(index))
+
+
+@ranks(2, device="sim")
+def test_a_capture_that_fails_leaves_the_model_as_an_exception_does(world: World) -> None:
+    expected, mine = Job(world), Job(world)
+    for job in (mine, expected):
+        job.step(0)
+    x = inputs(world, 1)
+    for where in ("forward", "backward"):
+        with pytest.raises(RuntimeError, match="item"), fullshard.Graph().capture():
+            loss = square(mine.model(x[0]))
+            if where == "backward":
+                loss.backward()
+            loss.item()
+        mine.optimizer.zero_grad(set_to_none=False)
+        assert torch.equal(mine.step(1), expected.step(1))
+    mine.capture()
+    for index in range(2, 4):
+        assert torch.equal(mine.replay(index), expected.step(index))
+    assert_same(mine, expected, "the next capture is right")
+
+
+# --- ranks that disagree ---
+
+
+def assert_diverges(body: Callable[[], object], text: str) -> None:
+    began = time.monotonic()
+    with pytest.raises((StateError, RuntimeError)) as caught:
+        for _ in range(6):
+            body()
+            torch.accelerator.synchronize()
+    assert time.monotonic() - began < 20
+    runtimes = Runtime.all_of_thread()
+    told = [str(caught.value), *(log.desync_error or "" for one in runtimes for log in one.communicator.logs())]
+    assert any(re.search(text, one) for one in told), told
+
+
+@ranks(2, device="sim")
+def test_ranks_that_replay_different_graphs_diverge_with_both_named(world: World) -> None:
+    job = Job(world)
+    job.step(0)
+    graphs, inputs_of = [], []
+    for _ in range(2):
+        job.capture()
+        graphs.append(job.graph)
+        inputs_of.append(job.x)
+    for graph in graphs:
+        graph.replay()
+    assert_diverges(graphs[world.rank].replay, r"rank 0 ran replay of graph (\d+); rank 1 ran replay of graph (?!\1)\d+")
+
+
+@ranks(2, device="sim")
+def test_a_rank_that_captures_alone_diverges_with_both_named(world: World) -> None:
+    job = Job(world)
+    job.step(0)
+
+    def body() -> None:
+        if world.rank:
+            job.step(1)
+        else:
+            job.capture()
+            job.graph.replay()
+
+    assert_diverges(body, r"rank 0 ran capture of graph \d+ begins; rank 1 ran all_gather of 'Stack' \(forward\)")
+
+
+@ranks(2, device="sim")
+def test_a_rank_that_does_not_replay_is_named(world: World) -> None:
+    job = Job(world, check_policy=CheckPolicy(timeout=3, patience=0.5))
+    job.step(0)
+    job.capture()
+    job.replay(1)
+    torch.accelerator.synchronize()
+    log = Runtime.all_of_thread()[0].communicator.logs()[0]
+    if world.rank == 0:
+        job.graph.replay()
+    until = time.monotonic() + 15
+    while log.desync_error is None and time.monotonic() < until:
+        time.sleep(0.1)
+    assert "replay of graph" in str(log.desync_error)
+    with pytest.raises((StateError, RuntimeError)):
+        job.replay(2)
+
+
+@ranks(2, device="sim")
+def test_a_heartbeat_in_a_graph_finds_ranks_that_captured_different_steps(world: World) -> None:
+    job = Job(world)
+    job.step(0)
+    log = Runtime.all_of_thread()[0].communicator.logs()[0]
+    job.x, job.graph = inputs(world, 0).clone(), fullshard.Graph()
+    with job.graph.capture():
+        if world.rank:
+            log.append(Fingerprint(UnitName(""), "another call", "another call"))
+        job.losses = job.backwards(job.x)
+    assert_diverges(job.graph.replay, "another call")
+
+
+# --- what a graph holds ---
+
+
+@ranks(2, device="sim")
+def test_a_graph_sends_what_a_step_sends_takes_its_memory_and_keeps_no_model(world: World) -> None:
+    job = Job(world)
+    for index in range(2):
+        job.step(index)
+    with fullshard.counting(job.model) as eager:
+        job.step(2)
+    with fullshard.counting(job.model) as captured:
+        job.capture()
+    assert eager == captured
+    job.replay(3)
+    graph, reference = job.graph, weakref.ref(job.model)
+    del job
+    gc.collect()
+    assert reference() is None and graph is not None
