@@ -202,21 +202,17 @@ class TwoHopGroup(ParamGroup):
     def start_all_gather(self, communicator: Communicator, action: str, first: Callable[[], Work | None] | None = None) -> Work:
         """Start the first hop, unless no shard was written since the last one, and the second hop behind it."""
         self.check_device()
-        if self._inner is None:
+        version, inner = self.version(), self._inner
+        if inner is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._inner = self._make_inner()
-            self._inner.keep = self.keeps_memory
-            self._inner.allocate(-1)  # the plan of the second hop takes slices of it
-        # The first hop starts once the memory of both is allocated: the second one is ordered behind it, not behind compute.
-        return super().start_all_gather(communicator, action, partial(self._first_hop, communicator, action))
-
-    def _first_hop(self, communicator: Communicator, action: str) -> Work | None:
-        inner, version = self._inner, self.version()
-        assert inner is not None
-        if inner.version == version:
-            return None
-        inner.free()
-        return self.send(communicator, communicator.all_reduce_stream, inner.allocate(version), f"{action} over replicas")
+                inner = self._inner = self._make_inner()
+            inner.keep = self.keeps_memory
+        if inner.version != version:
+            inner.free()
+            hop = inner.allocate(version)
+            # It starts once the memory of both hops is allocated: the second one is ordered behind it, not behind compute.
+            first = partial(self.send, communicator, communicator.all_reduce_stream, hop, f"{action} over replicas")
+        return super().start_all_gather(communicator, action, first)
 
     def finish_all_gather(self) -> None:
         """Release the staging memory of both hops."""

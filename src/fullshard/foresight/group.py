@@ -265,7 +265,7 @@ class SimulatedReduction:
             if at_once and whole and not alone:  # torch allocates the message
                 padded = self._pad(packed, dtype)
                 block = group.allocate(numel * dtype.itemsize, "staging")
-                group.ledger.free_all(padded)
+                group.ledger.free_all(padded[::-1])  # the first one first
                 self._held.append(group.allocate(numel * itemsize, "staging") if casts else block)
                 group.ledger.free(block if casts else -1)
             else:
@@ -275,7 +275,7 @@ class SimulatedReduction:
                     padded = self._pad(packed, dtype)
                     for segment in packed.segments if casts and not plan.accelerator else ():  # one after the other
                         group.ledger.free(group.allocate(plan.layout.ranks * segment.size * dtype.itemsize, "staging"))
-                    group.ledger.free_all(padded)
+                    group.ledger.free_all(padded[::-1])  # the first one first
             group.copy(numel * (dtype.itemsize + itemsize))
         for index in plan.reduction.direct:
             grad = grads[index]
