@@ -22,7 +22,7 @@ REFUSED = {  # without these files, what is said of a use of them
     "ext.fills": "sharded parameter 'weight' of unit '0': each shard would get the same numbers.",
     "ext.subclasses": "Parameter 'weight' cannot be sharded: expected a plain torch.Tensor, got a Hooked, which no kind of group takes.",
     "ext.two_hops": "Expected a level over the shard dim",
-    "fsdp2.full_mesh": "Expected dp_mesh_dims=None",
+    "fsdp2.full_mesh": "needs a file of fullshard that is missing",
 }
 BESIDE = ("ext", "fsdp2")
 FEATURES = rotation.share(sorted(name_of(path) for path in FILES if path.parent.name in BESIDE), 4)
