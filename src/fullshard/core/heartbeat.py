@@ -97,7 +97,7 @@ class Heartbeat:
         return False
 
     def expect(self) -> None:
-        """Have the result on the host show no difference, until one arrives."""
+        """Set the result on the host to "no difference", which a captured heartbeat has until its first replay."""
         self._received[: 2 * DIGEST] = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
 
     def is_desynced(self) -> bool:

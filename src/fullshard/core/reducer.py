@@ -289,12 +289,7 @@ class GradientReducer:
         for beat, work in sent:
             if beat.must_be_read:
                 if self._communicator.capturing:
-                    unit = next(r for r in beat.reductions if r.is_partial and r.asks_others).group.parameters[0].unit_name.name
-                    raise StateError(
-                        f"A graph of the device cannot hold a step in which this rank uses no parameter of unit '{unit}' that "
-                        "has no .grad: the host reads whether others used it. Run a step before the capture, with "
-                        "zero_grad(set_to_none=False) behind it, or freeze the parameter."
-                    )
+                    raise _unused_error(next(one for one in beat.reductions if one.is_partial and one.asks_others))
                 work.block()
                 used |= zip(map(id, beat.reductions), beat.used_anywhere())
         decided: list[Reduction] = []
@@ -351,6 +346,16 @@ class GradientReducer:
                 commit_all(decided)
             finally:
                 self.decided = None
+
+
+def _unused_error(reduction: Reduction) -> StateError:
+    """Return the error for a captured step in which the ranks must ask each other whether one of them used a parameter."""
+    unused = next(one for one, used in zip(reduction.group.parameters, reduction.used) if not used and one.sharded.grad is None)
+    return StateError(
+        f"A graph of the device cannot hold a step that does not use parameter '{unused.name}' of unit "
+        f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Run a step before the "
+        "capture, with zero_grad(set_to_none=False) behind it, or freeze the parameter."
+    )
 
 
 def _is_deferred(unit: Unit) -> bool:

@@ -43,7 +43,7 @@ from fullshard.errors import StateError
 from fullshard.optim.optimizer_hooks import STEP_LISTENERS
 from fullshard.policies import CPUOffloadPolicy
 
-_FROZEN = (bool, int, float, str)  # classes of options that a graph keeps as they were
+_PLAIN = (bool, int, float, str, type(None))
 
 _group_of: Callable[[Any], Any] = operator.attrgetter("group")
 _shard: Callable[[Any], Tensor] = operator.attrgetter("shard")
@@ -165,7 +165,7 @@ class Captured:
         self.units: dict[int, Unit] = {}
         self.heartbeats: list[SentHeartbeat] = []
         self.steps: list[tuple[weakref.ref[torch.optim.Optimizer], list[tuple[Any, ...]]]] = []
-        self._versions: dict[int, tuple[ParamGroup, int]] = {}  # of the groups when it began
+        self._versions: weakref.WeakKeyDictionary[ParamGroup, int] = weakref.WeakKeyDictionary()  # when it began
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
@@ -180,7 +180,7 @@ class Captured:
     def enter(self, number: int) -> None:
         """Record that a forward of a unit begins in it."""
         self.number = number
-        self._versions = {id(group): (group, group.version()) for unit in self.runtime.all_units() for group in unit.groups}
+        self._versions.update((group, group.version()) for unit in self.runtime.all_units() for group in unit.groups)
 
     def note(self, unit: Unit) -> None:
         """Record that it all-gathers a unit. Raises StateError if the host has a part in that."""
@@ -205,9 +205,11 @@ class Captured:
                 group.parts.keep()
         self._first = [weakref.ref(group.parameters[0]) for group in groups]
         self._addresses = self._addresses_of([group.parameters[0] for group in groups])
-        self._written = [weakref.ref(group) for group, before in self._versions.values() if group.version() != before]
+        every = [group for unit in self.runtime.all_units() for group in unit.groups]  # also those that it built anew
+        self._written = [weakref.ref(group) for group in every if group.version() != self._versions.get(group)]
         self._grads = [_address(group.parameters[0].sharded.grad) for group in groups]
-        self._versions, self.units = {}, {}
+        self._versions.clear()
+        self.units = {}
         for log, fingerprints in self._logs.items():
             log.append(fingerprints[f"capture of {self.name} ends"])
         for beat, _ in self.heartbeats:
@@ -285,7 +287,12 @@ def _address(grad: Tensor | None) -> int:
 
 def _options_of(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """Return the options of an optimizer that a graph keeps as they were, as (name, value), by group."""
-    return [tuple((name, value) for name, value in group.items() if type(value) in _FROZEN) for group in groups]
+    return [tuple((name, value) for name, value in group.items() if _is_frozen(value)) for group in groups]
+
+
+def _is_frozen(option: object) -> bool:
+    """Return True if a graph keeps the value of an option: Python's own values, and tuples of them such as betas."""
+    return type(option) in _PLAIN or (isinstance(option, tuple) and all(map(_is_frozen, option)))
 
 
 def finish_gathers(runtime: Runtime) -> None:
@@ -421,12 +428,16 @@ class Graphs:
         return [Follower.of(runtime) for runtime in every if runtime.communicator.async_device is not None]
 
     def begin(self, graph: Any) -> None:
-        """Prepare a capture."""
+        """Follow the capture of a graph, which is about to begin."""
         if self._open is None:
             self._open = graph
             self._parts.pop(graph, None)
-            for follower in self._followers():
-                follower.begin()
+            try:
+                for follower in self._followers():
+                    follower.begin()
+            except BaseException as failure:
+                self.end(graph, failure)
+                raise
 
     def finish(self, graph: Any) -> None:
         """Join the streams of the capture."""
@@ -435,14 +446,14 @@ class Graphs:
                 follower.finish()
 
     def end(self, graph: Any, failure: BaseException | None) -> None:
-        """End a capture."""
+        """Keep what was captured, for replays; nothing after a failure."""
         if self._open is graph:
             self._open = None
             ended = [follower.end(failure) for follower in self._followers()]
             self._parts[graph] = [part for part in ended if part is not None]
 
     def replay(self, graph: Any, run: Callable[[], None]) -> None:
-        """Run a graph, with the checks of its parts."""
+        """Run a graph by `run`. Raises StateError before if it would use memory or options that are no longer those of the model."""
         parts = [] if self._running is graph else self._parts.get(graph, [])
         for part in parts:
             part.check()
