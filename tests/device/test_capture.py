@@ -14,12 +14,16 @@ import simulated
 import torch
 from harness import World, ranks
 from models import square
-from test_on_device import LOW, Stack, late, mesh_like, values
-from torch import Tensor
+from test_on_device import LOW, Block, Stack, late, mesh_like, values
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import HFSDP, ZERO1, ZERO2, CheckPolicy, CommPolicy, CPUOffloadPolicy, StateError, fully_shard
+from fullshard.compat import FullyShardedDataParallel
 from fullshard.core import Fingerprint, Runtime, UnitName
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
@@ -51,6 +55,10 @@ class Reentrant(Recomputed):
     reentrant = True
 
 
+class Compiled(Stack):
+    """Its blocks, which are units, are compiled."""
+
+
 class Tied(Stack):
     """Frozen and tied parameters."""
 
@@ -65,12 +73,37 @@ def build(
 ) -> Any:
     torch.manual_seed(0)
     model, mesh = kind(), mesh_like(world, "sim", shape or (world.size,))
+    if kind is Compiled:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
     for block in [] if kind is Tied else model.blocks:
         fully_shard(block, mesh=mesh, **o)
     fully_shard(model, mesh=mesh, **o)
     if keep:
         model.set_keep_unsharded_storage(True)
     return model
+
+
+def wrapped(world: World, **o: Any) -> Any:
+    """FSDP1's wrapper around each block, and around all."""
+    torch.manual_seed(0)
+    model = Stack()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, device_mesh=world.mesh, use_orig_params=True, **o)
+    return FullyShardedDataParallel(model, device_mesh=world.mesh, use_orig_params=True, **o)
+
+
+def parallel(world: World, **o: Any) -> Any:
+    """Tensor parallelism over half of the ranks."""
+    mesh = init_device_mesh("sim", (world.size // 2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = Stack()
+    model.blocks = nn.ModuleList(Block(7, 14) for _ in range(3))  # even: torch refuses activations that are not
+    model.to("sim")
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"], **o)
+    return fully_shard(model, mesh=mesh["dp"], **o)
 
 
 def data(world: World, index: int) -> Tensor:
@@ -82,35 +115,74 @@ def inputs(world: World, index: int, micros: int = 1) -> Tensor:
 
 
 class Job:
-    """A model and its optimizer."""
+    """A model and its optimizer.
+
+    captured: "step", or "backward" without the step of the optimizer.       micros: microbatches of a step.
+    optimizer: of all parameters, or "hooks" for one of each parameter that steps in its hook.
+    clip: "", by "fullshard" or by "torch".        calls: forwards before each backward.        finalize: by the caller.
+    """
 
     def __init__(
         self,
         world: World,
         *,
-        optimizer: Optimizer = adamw,
+        model: Callable[..., Any] = build,
+        optimizer: Optimizer | str = adamw,
         captured: str = "step",
-        clip: bool = False,
+        clip: str = "",
         micros: int = 1,
+        calls: int = 1,
+        finalize: bool = False,
         **o: Any,
     ) -> None:
-        self.world, self.micros, self.clip, self.whole = world, micros, clip, captured == "step"
-        self.model = build(world, **o)
-        self.optimizer = optimizer(self.model.parameters())
+        self.world, self.micros, self.clip, self.calls, self.finalize = world, micros, clip, calls, finalize
+        self.whole = captured == "step"
+        self.model = model(world, **o)
+        if finalize:
+            self.model.set_manual_backward_finalization(True)
+        self.hooked = isinstance(optimizer, str)
+        parameters = list(self.model.parameters())
+        if isinstance(optimizer, str):
+            self.optimizers = [self.in_hook(parameter) for parameter in parameters]
+        else:
+            self.optimizers = [optimizer(parameters)]
+
+    @staticmethod
+    def in_hook(parameter: Any) -> torch.optim.Optimizer:
+        optimizer = sgd([parameter])
+
+        def step(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+        return optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizers[0]
 
     def backwards(self, x: Tensor) -> Tensor:
         losses = []
         for micro in range(self.micros):
-            self.model.set_requires_gradient_sync(micro == self.micros - 1)
-            losses.append(square(self.model(x[micro])))
+            if self.micros > 1:
+                self.model.set_requires_gradient_sync(micro == self.micros - 1)
+            if self.finalize:
+                self.model.set_is_last_backward(micro == self.micros - 1)
+            losses.append(sum(square(self.model(call * x[micro])) for call in range(1, 1 + self.calls)))
             losses[-1].backward()
-        if self.clip:
+        if self.finalize:
+            self.model.finalize_backward()
+        if self.clip == "fullshard":
             losses.append(fullshard.clip_grad_norm_(self.model.parameters(), 0.1))
+        elif self.clip:
+            losses.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1).full_tensor())
         return torch.stack([loss.detach() for loss in losses])
 
     def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        if not self.hooked:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, index: int) -> Tensor:
         losses = self.backwards(inputs(self.world, index, self.micros)).cpu()
@@ -137,7 +209,8 @@ class Job:
 
 
 def states(job: Job) -> list[Tensor]:
-    found = [value for state in job.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    every = [state for optimizer in job.optimizers for state in optimizer.state.values()]
+    found = [value for state in every for value in state.values() if isinstance(value, Tensor)]
     return [getattr(value, "_local_tensor", value).cpu() for value in found]
 
 
@@ -161,14 +234,24 @@ POLICIES: dict[str, dict[str, Any]] = {
     "optimizer outside": {"captured": "backward"},
     "momentum": {"optimizer": sgd},
     "mixed precision": {"mp_policy": LOW},
-    "clipping": {"clip": True},
+    "clipping": {"clip": "fullshard"},
+    "clipping by torch": {"clip": "torch"},
     "accumulation": {"micros": 3},
     "recomputed": {"kind": Recomputed},
     "recomputed, reentrant": {"kind": Reentrant},
     "frozen and tied": {"kind": Tied},
+    "compiled blocks": {"kind": Compiled},
+    "several forwards": {"calls": 2},
+    "optimizers in hooks": {"optimizer": "hooks"},
+    "finalized by the caller": {"finalize": True, "micros": 2},
+    "FSDP1's wrapper": {"model": wrapped},
     "prefetching": {"comm_policy": CommPolicy(reductions_in_flight=3, prefetch_bytes=10**6)},
 }
-HYBRID = {"hybrid": {}, "two hops": {"states": HFSDP}, "two hops, optimizer outside": {"states": HFSDP, "captured": "backward"}}
+HYBRID: dict[str, dict[str, Any]] = {
+    "hybrid": {},
+    "two hops": {"states": HFSDP},
+    "two hops, optimizer outside": {"states": HFSDP, "captured": "backward"},
+}
 
 
 def check_in_turn(world: World, how: str, **options: Any) -> None:
@@ -204,6 +287,52 @@ def test_replays_eager_steps_and_evaluations_in_turn_are_eager_steps(world: Worl
 @ranks(4, device="sim")
 def test_replays_on_hybrid_meshes_are_eager_steps(world: World, name: str, how: str) -> None:
     check_in_turn(world, how, shape=(2, 2), **HYBRID[name])
+
+
+@pytest.mark.parametrize("how", ["none", "random 1"])
+@ranks(4, device="sim")
+def test_replays_with_tensor_parallelism_are_eager_steps(world: World, how: str) -> None:
+    check_in_turn(world, how, model=parallel)
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@ranks(1, device="sim")
+def test_a_schedule_of_a_pipeline_may_run_in_a_graph(world: World, name: str) -> None:
+    def job() -> Any:
+        torch.manual_seed(0)
+        count = 1 if name == "Schedule1F1B" else 2
+        parts = [nn.Sequential(Block(), Block()) for _ in range(count)]
+        stages = []
+        for index, part in enumerate(parts):
+            for block in part:
+                fully_shard(block, mesh=world.mesh, reshard_after_forward=False)
+            fully_shard(part, mesh=world.mesh, reshard_after_forward=False)
+            stages.append(pipelining.PipelineStage(part, index, count, torch.device("sim"), group=world.mesh.get_group()))
+        made = getattr(pipelining, name)(stages if count > 1 else stages[0], 4, loss_fn=lambda out, target: square(out - target))
+        return made, parts, adamw([parameter for part in parts for parameter in part.parameters()])
+
+    def step(schedule: Any, parts: Any, optimizer: Any, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        schedule.step(x[0], target=x[1], losses=losses)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return torch.stack([loss.detach() for loss in losses])
+
+    def batches(index: int) -> Tensor:
+        return torch.randn(2, 8, 7, generator=torch.Generator().manual_seed(index)).to("sim")
+
+    expected, mine = job(), job()
+    for index in range(2):
+        assert torch.equal(step(*mine, batches(index)).cpu(), step(*expected, batches(index)).cpu())
+    x, graph = batches(0).clone(), fullshard.Graph()
+    with graph.capture():
+        losses = step(*mine, x)
+    for index in range(2, 5):
+        x.copy_(batches(index))
+        graph.replay()
+        assert torch.equal(losses.cpu(), step(*expected, batches(index)).cpu())
+        for one, other in zip(mine[1], expected[1]):
+            assert all(torch.equal(a, b) for a, b in zip(values(one).values(), values(other).values(), strict=True))
 
 
 @pytest.mark.parametrize("shares", [True, False])

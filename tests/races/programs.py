@@ -327,8 +327,7 @@ class Training:
 
     def optimizers(self) -> None:
         if self.program.optimizer != "hooks":
-            made = lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True)
-            every = list(self.model.parameters())
+            made, every = self.adamw, list(self.model.parameters())
             two = self.program.optimizer == "two"
             self.optimizer: Any = made(every[::2] if two else every)
             self.second = made(every[1::2]) if two else None
@@ -348,6 +347,9 @@ class Training:
 
             parameter.register_post_accumulate_grad_hook(step)
 
+    def adamw(self, parameters: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
     def run(self) -> None:
         for step in range(self.program.steps):
             try:
@@ -363,6 +365,11 @@ class Training:
             self.step(self.program.steps)
 
     def step(self, step: int) -> None:
+        self.prepare(step)
+        self.train(step)
+
+    def prepare(self, step: int) -> None:
+        """What a program does between two steps."""
         program, model = self.program, self.model
         if program.states == "changed":
             self.place.current().wait_stream(self.side)  # an optimizer may be at work there
@@ -386,6 +393,9 @@ class Training:
                     else:
                         nn.init.uniform_(parameter)
             model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+    def train(self, step: int) -> None:
+        program, model = self.program, self.model
         for micro in range(program.microbatches):
             last = micro == program.microbatches - 1
             model.set_is_last_backward(last)

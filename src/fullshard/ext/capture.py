@@ -4,7 +4,7 @@ The device runs a replay, the host does not: what Python keeps of a step is not 
 with every unit sharded, what a replay writes (shards, `.grad`) is noted, and what it relies on is compared before it.
 
     before a capture       all-gathers in flight are waited for, and all heartbeats are read
-    its first forward      every unit is resharded: what the graph all-gathers depends on nothing before it
+    its first all-gather   every unit is resharded: what the graph all-gathers depends on nothing before it
     while it lasts         nothing is polled, and nothing is shown to the watchdog; heartbeats become part of the graph
     its end                the captured stream waits for the other streams
     before a replay        the heartbeat of the last replay, addresses, `.grad` and options of optimizers are compared
@@ -178,7 +178,7 @@ class Captured:
         return f"graph {self.number}"
 
     def enter(self, number: int) -> None:
-        """Record that a forward of a unit begins in it."""
+        """Record that it is about to all-gather its first unit."""
         self.number = number
         self._versions.update((group, group.version()) for unit in self.runtime.all_units() for group in unit.groups)
 
@@ -336,8 +336,17 @@ class Follower(Listener):
 
     def _note(self, move: Move, unit: Unit, run: Callable[[], None]) -> None:
         if move is Move.UNSHARD and self.captured is not None:
+            self._enter(self.captured)
             self.captured.note(unit)
         run()
+
+    def _enter(self, captured: Captured) -> None:
+        """Reshard every unit before the graph's first all-gather, so that it depends on nothing before the capture."""
+        if not captured.number:  # only now: other ranks may not capture a graph without units
+            self._graphs += 1
+            self._border = self.runtime.scheduler.clock
+            captured.enter(self._graphs)
+            self._shard_all()
 
     def finish(self) -> None:
         """Order the captured stream behind the others: no work may be left there."""
@@ -372,13 +381,13 @@ class Follower(Listener):
     # --- events of a step ---
 
     def beginning_forward(self, unit: Unit) -> None:
-        """Reshard every unit at the first forward of a capture. Raises StateError if a graph cannot hold the forward."""
+        """Begin a forward in a capture. Raises StateError if a graph cannot hold it."""
         captured, runtime = self.captured, self.runtime
         if captured is None:
             return
         outermost = unit.outermost
         for one in units_below([] if outermost is None else [outermost]):
-            if one.record.is_pinned:
+            if one.record.is_pinned and one.number not in captured.units:
                 raise StateError(
                     f"Unit '{one.name}' is kept unsharded by unshard() or resident() around the capture of a graph of the "
                     "device: replays would compute with its parameters as they are now. Call reshard() before."
@@ -388,11 +397,7 @@ class Follower(Listener):
                 "set_post_optim_event() was called before a graph of the device was captured, which cannot wait for an event "
                 "from outside of it. Wait for the event on the stream that is captured, before the capture."
             )
-        if not captured.number:  # only now: other ranks may not capture a graph without units
-            self._graphs += 1
-            self._border = runtime.scheduler.clock
-            captured.enter(self._graphs)
-            self._shard_all()
+        self._enter(captured)
 
     def before_backward(self, call: ForwardCall) -> None:
         """Raise StateError if the backward of a call, or of gradients that were kept, is on another side of a capture."""
