@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import re
 import time
+import traceback
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import simulated
@@ -23,8 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard import HFSDP, ZERO1, ZERO2, CheckPolicy, CommPolicy, CPUOffloadPolicy, StateError, fully_shard
+from fullshard.comm.streams import CollectiveCall, DeviceStream, Streams
 from fullshard.compat import FullyShardedDataParallel
 from fullshard.core import Fingerprint, Runtime, UnitName
+from fullshard.core.heartbeat import Heartbeats
+from fullshard.ext.capture import Captured, Follower
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
 
@@ -260,7 +266,10 @@ def check_in_turn(world: World, how: str, **options: Any) -> None:
     for index in range(2):
         assert torch.equal(mine.step(index), expected.step(index))
     assert torch.equal(mine.evaluate(0), expected.evaluate(0)), "kept units are current when the capture begins"
+    queue = Runtime.all_of_thread()[0].communicator.wait_state
+    known = set() if queue is None else set(queue.in_flight)
     mine.capture()
+    assert queue is None or set(queue.in_flight) <= known, "captured calls are shown to the watchdog"
     with late(world, how):
         for index, turn in enumerate("vrevrrevver", 2):
             if turn == "v":
@@ -308,7 +317,9 @@ def test_a_schedule_of_a_pipeline_may_run_in_a_graph(world: World, name: str) ->
                 fully_shard(block, mesh=world.mesh, reshard_after_forward=False)
             fully_shard(part, mesh=world.mesh, reshard_after_forward=False)
             stages.append(pipelining.PipelineStage(part, index, count, torch.device("sim"), group=world.mesh.get_group()))
-        made = getattr(pipelining, name)(stages if count > 1 else stages[0], 4, loss_fn=lambda out, target: square(out - target))
+        made = getattr(pipelining, name)(
+            stages if count > 1 else stages[0], 4, loss_fn=lambda out, target: square(out - target)
+        )
         return made, parts, adamw([parameter for part in parts for parameter in part.parameters()])
 
     def step(schedule: Any, parts: Any, optimizer: Any, x: Tensor) -> Tensor:
@@ -657,3 +668,84 @@ def test_a_graph_sends_what_a_step_sends_and_keeps_no_model(world: World) -> Non
     del job
     gc.collect()
     assert reference() is None and graph is not None
+
+
+# --- what is done around a capture shows where it is left out ---
+
+
+def always_polls(call: CollectiveCall) -> bool:
+    return call.event is not None and call.event.query()
+
+
+def waits_at_the_end(call: CollectiveCall, *, block: bool = False, wait: Any = CollectiveCall.wait) -> None:
+    if not torch.sim.is_current_stream_capturing() or "finish" in [one.name for one in traceback.extract_stack()]:  # type: ignore[attr-defined]
+        wait(call, block=block)
+
+
+def ordered_once(stream: Any, start: Any, finish: Any, after: Any = None, call: Any = None, run: Any = DeviceStream.run) -> Any:
+    """A lane that waits for the compute stream before its first collective of a capture only."""
+    if after is None and torch.sim.is_current_stream_capturing():  # type: ignore[attr-defined]
+        first = vars(stream).setdefault("first", torch.accelerator.current_stream().record_event())
+        after = SimpleNamespace(event=first)
+    return run(stream, start, finish, after, call)
+
+
+def counts_no_writes(part: Captured, run: Callable[[], None], replay: Any = Captured.replay) -> None:
+    part._written = []
+    replay(part, run)
+
+
+def takes_none(beats: Heartbeats) -> list[Any]:
+    beats._unread.clear()
+    return []
+
+
+def shown(streams: Any, *args: Any, send: Any = Streams.send, **kwargs: Any) -> Any:
+    call = send(streams, *args, **kwargs)
+    if streams.capturing:
+        streams.wait_state.in_flight.append(call)
+    return call
+
+
+def enter_as_it_is(follower: Follower, captured: Captured, enter: Any = Follower._enter) -> None:
+    with mock.patch.object(Follower, "_shard_all", lambda self: None):
+        enter(follower, captured)
+
+
+def end_as_it_is(follower: Follower, failure: Any, end: Any = Follower.end) -> Any:
+    with mock.patch.object(Follower, "_shard_all", lambda self: None):
+        return end(follower, failure)
+
+
+AnyOf = dict[str, tuple[Any, str, Any, dict[str, Any], str]]
+LEFT_OUT: AnyOf = {  # class and method, what stands in its place, a job, and what shows it
+    "nothing is polled": (CollectiveCall, "done", always_polls, {}, "a query"),
+    "hidden from the watchdog": (Streams, "send", shown, {}, "shown to the watchdog"),
+    "resharded before": (Follower, "_enter", enter_as_it_is, {"states": ZERO2}, "freed since|AssertionError"),
+    "resharded before, two hops": (Follower, "_enter", enter_as_it_is, {"states": HFSDP, "shape": (2, 1)}, "freed since"),
+    "resharded behind": (Follower, "end", end_as_it_is, {"states": ZERO2, "captured": "backward"}, "AssertionError"),
+    "writes are counted": (Captured, "replay", counts_no_writes, {"states": ZERO2}, "AssertionError"),
+    "heartbeats are joined": (Heartbeats, "take_unread", takes_none, {}, "not joined"),
+    "each collective is waited for": (CollectiveCall, "wait", waits_at_the_end, {}, "AssertionError|not joined"),
+    "each collective waits for compute": (DeviceStream, "run", ordered_once, {}, "AssertionError"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+@ranks(2, device="sim")
+def test_what_is_done_around_a_capture_shows_where_it_is_left_out(world: World, what: str) -> None:
+    cls, method, instead, options, text = LEFT_OUT[what]
+    check_in_turn(world, "none", **options)
+    with mock.patch.object(cls, method, instead), pytest.raises((RuntimeError, AssertionError)) as caught:
+        check_in_turn(world, "none", **options)
+    assert re.search(text, f"{caught.type.__name__}: {caught.value}"), caught.value
+
+
+@ranks(2, device="sim")
+def test_a_divergence_of_the_last_eager_step_is_found_at_the_capture(world: World) -> None:
+    """Programs that never step eagerly again read no other heartbeat of that step."""
+    job = Job(world)
+    job.step(0)
+    if world.rank:
+        Runtime.all_of_thread()[0].communicator.logs()[0].append(Fingerprint(UnitName(""), "another call", "another call"))
+    assert_diverges(lambda: (job.step(1), job.capture()), "another call")

@@ -144,7 +144,8 @@ def test_a_graph_of_the_device_that_is_captured_is_refused(world: World) -> None
     communicator.async_device = torch.device("cpu")
     try:
         with pytest.raises(
-            StateError, match="unit 'Stack' was called while a graph of the device is captured that fullshard does not follow"
+            StateError,
+            match="unit 'Stack' was called during the capture of a graph of the device that fullshard does not follow",
         ):
             model(batch(0))
     finally:

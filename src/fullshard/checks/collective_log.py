@@ -132,7 +132,7 @@ class CollectiveLog:
 
     # Logging a call must be cheap: code that runs once per collective is not in the caches of the processor, and each Python
     # instruction takes ten times as long as in a loop. So a call is one element of a list (`append`), and calls are hashed
-    # when the hash is read or a block is full.
+    # when the hash is read or a step begins.
     # Other threads read without a lock: all blocks but the last are immutable, and the last one only grows.
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int) -> None:

@@ -59,8 +59,8 @@ class Collectives(Protocol):
         in_place: True if, in a group of one rank, the input of `reduce_scatter` may be its output, so that gradients are cast
             directly into it. Default False.
         gather_memory: allocates the output of an all-gather, which is then a single message. Default None: any memory.
-        reduce_memory: allocates the input of a reduce-scatter. Default None: any memory.
-        reducer: `reducer(scale)` returns a function of (outs, fulls), a prepared `reduce_scatter`, or None. Default None.
+        reduce_memory: allocates the inputs and outputs of reduce-scatters. Default None: any memory.
+        reducer: `reducer(scale)` returns `reduce_scatter` prepared as a function of (outs, fulls), or None. Default None.
     """
 
     ranks: int
@@ -142,7 +142,7 @@ class SingleRank:
         return gather
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> StartedWork:
-        """Copy each input to its output, times `scale`, unless they share memory."""
+        """Write each input, times `scale`, to its output; copy none onto itself."""
         for out, full in zip(outs, fulls):
             if scale != 1.0:
                 torch.mul(full, scale, out=out)

@@ -58,7 +58,7 @@ class CoalescedCollectives:
         return started
 
     def reducer(self, scale: float) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Started] | None:
-        """Return a function of (outs, fulls): one call, which the backend scales itself. None if it cannot."""
+        """Return a function of (outs, fulls) that is one call of the backend, scaling included; None if there is none."""
         if self._stages or not (self._has_mean(scale) or scale == 1.0):
             return None
         return partial(_torch.reduce_scatter, self._group, self._has_mean(scale))

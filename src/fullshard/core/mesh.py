@@ -51,8 +51,8 @@ class ShardAxis:
     device: torch.device  # of this rank
     replicas: ReplicateAxis | None = None  # axis that shards are replicated over
     is_replicated: bool = False  # made by `replicated_axis`: it only replicates, although its mesh has an axis to shard over
-    # Of an axis over all ranks of a hybrid mesh: the axis of that mesh. Training communicates and logs there, in two hops, one
-    # per mesh dim.
+    # If this axis spans all ranks of a hybrid mesh (HFSDP): the (replicate, shard) axis of that mesh, over which training
+    # communicates, in two hops, and logs.
     hybrid: ShardAxis | None = None
 
     @property
@@ -98,7 +98,7 @@ class ShardAxis:
         return mesh, [*placements, *others], tuple(range(self.mesh.ndim))
 
     def _joined_with(self, mesh: DeviceMesh, *, name: str) -> DeviceMesh:
-        """Return one mesh with the axes of this one, followed by the axes of the mesh of parameter `name`."""
+        """Return one mesh: the dims of `self.mesh`, then those of `mesh`, the mesh of parameter `name`."""
         if mesh.device_type != self.mesh.device_type:
             kind = self.mesh.device_type
             raise ValueError(f"Expected parameter '{name}' on a mesh of {kind} devices, got a DTensor on {mesh}.")
@@ -111,7 +111,7 @@ class ShardAxis:
             ) from None
 
     def joined_with(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return one mesh with the axes of this one, followed by the axes of `mesh`."""
+        """Return one mesh: the dims of `self.mesh`, then those of `mesh`."""
         return _torch.join_meshes([self.mesh, mesh])
 
     def __reduce__(self) -> tuple[Any, ...]:  # process groups cannot be pickled
@@ -147,9 +147,10 @@ def _forget_dead_subgroups() -> None:
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
     """Return an additional process group of `ranks` beside `owner`, for a role. The first call creates it, on all of `ranks`.
 
-    `name`: equal on all `ranks` and unique among their groups; None for the name of `owner`, if all of them share it.
+    `name`: equal on all `ranks` and unique among their groups; None: the name of `owner`, if it has all of `ranks`.
     """
-    # Kept until torch destroys it or `owner`: a collective creates it, which garbage collection of one rank must not cause.
+    # Kept until torch destroys it or `owner`: if the garbage collector of one rank freed it, that rank would create it again,
+    # alone.
     _forget_dead_subgroups()
     key = id(owner), role, tuple(ranks)
     if key not in _SUBGROUPS:

@@ -96,9 +96,9 @@ class Reduction:
 
     Attributes:
         is_partial: whether this rank used some of the parameters only.
-        reduced: whether the last collective has ended. On an accelerator it is queued, and the device may not have run it yet.
-        ready: whether the host need not wait before `.grad` is set, as it must with CPU offload.
-        committed: whether a commit was made of it, which sets `.grad`.
+        reduced: whether the last collective has ended; on an accelerator, whether it is queued, even if it has not run yet.
+        ready: whether `.grad` can be set without a wait on the host; never with CPU offload.
+        committed: whether its commit, which sets `.grad`, is decided or done.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
         used: for each parameter, whether this rank has a gradient, of this backward or in the deferred sum that is added.
     """
@@ -122,13 +122,13 @@ class Reduction:
         self.has_hooks = group.has_hooks
         # For each parameter, whether a `prepare_commit` included its gradient; None before the first one.
         self._included: list[bool] | None = None
-        # If a parameter has hooks or gets no gradient: the gradients to commit, as the hooks returned them, None for a
-        # parameter without one. They do not become `group.parts`. None instead of a list otherwise.
+        # If a parameter has hooks or gets no gradient: a list of the gradients to commit, as the hooks returned them (None for
+        # a parameter without one), which do not become `group.parts`. Else there is no list, but None.
         self._gradients: list[Any] | None = None
         self._work: Work | None = None  # the last one: the all-reduce over replicas, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         self.used = [*map(operator.is_not, grads, repeat(None))]
-        # An earlier reduction whose all-reduce over replicas was deferred; its sum is added to this one.
+        # Sum and `used` of an earlier reduction that deferred its all-reduce over replicas, which are added to this one.
         self._earlier = group.grads.deferred
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier[1])]
@@ -213,7 +213,7 @@ class Reduction:
     def finish(self) -> None:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
         if self._earlier is not None:
-            # Both ran on this stream, in order (on the CPU, they are waited for in order), so it is complete.
+            # The earlier one came first on this stream (on the CPU, in the waits), so its sum is complete.
             self.reduced_shard.add_(self._earlier[0])
         if self.factors.has_second_step or self.factors.deferred:
             return
@@ -426,16 +426,16 @@ def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None
 
 
 def _copy_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy and cast gradients into the packed input, (ranks, numel), where one is missing, or permuted, or has another dtype.
+    """Copy and cast gradients into the packed input, (ranks, numel), if any is missing or permuted, or their dtypes differ.
 
-    Some kernels return the gradients of norms in float32. To cast all of them first would take memory for a second copy.
+    Some kernels return the gradients of norms in float32. Casting all gradients first would take memory for a copy.
     """
     column = 0
     for segment in plan.packed:
         out = message[:, column : column + segment.size]
         column += segment.size
         grad = grads[segment.parameter] if segment.parameter >= 0 else None
-        if grad is None:  # of this rank, or a gap
+        if grad is None:  # none on this rank, or a gap
             out.zero_()
         else:
             _copy_blocks(grad, plan.layout.offsets[segment.parameter], out)

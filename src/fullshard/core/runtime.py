@@ -142,8 +142,8 @@ class Runtime:
         device = self.communicator.async_device
         if device is not None and not self.communicator.capturing and _torch.is_capturing(device):
             raise StateError(
-                f"The forward of unit '{unit.name}' was called while a graph of the device is captured that fullshard does not "
-                "follow. Capture the whole step by fullshard.Graph().capture(), on the thread of the model, or call "
+                f"The forward of unit '{unit.name}' was called during the capture of a graph of the device that fullshard does "
+                "not follow. Capture the whole step by fullshard.Graph().capture(), on the thread of the model, or call "
                 "fullshard.install() first, which follows torch.cuda.graph."
             )
         self.raised_in = None
@@ -166,7 +166,7 @@ class Runtime:
     def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
         """Run actions in order. If one raises, its unit and those of the actions after it are resharded.
 
-        `observed`: the caller shows them, to torch's profiler and `watched`.
+        `observed`: the caller has reported them already (`_observe`).
         """
         observe = not observed and (self._around is not None or _torch.profiling())
         for index, (move, number) in enumerate(actions):
@@ -256,7 +256,7 @@ class Runtime:
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
 
-        Groups with gradient hooks were committed during backward, when these hooks run.
+        Groups with gradient hooks are committed before the others, one by one, which runs the hooks.
         """
         with torch.no_grad():
             try:
@@ -288,7 +288,7 @@ class Runtime:
                     self.backward.passed.discard(number)
                     self.reducer.reduce(unit, group, grads)
         touched = [unit for number, unit in units.items() if number not in self.backward.passed]
-        if touched:  # or it reached inputs only, and ends no step
+        if touched:  # else it reached inputs only, which ends no step
             self.reducer.collect(touched)
 
     def commit_gradients(self) -> None:
@@ -313,7 +313,7 @@ class Runtime:
         """Reset what was left by an interrupted event or wait, or by a backward that raised."""
         if self.communicator.interrupted:
             if self.reducer.decided is not None:
-                self.commit_gradients()  # the interrupt came while `.grad` was being set: set the rest, too
+                self.commit_gradients()  # the interrupt came after the decision to set `.grad`: set it now
             gone = [unit for unit in self.all_units() if self.reducer.is_undelivered(unit)]
             if self.backward.underway:
                 gone += self._warn_of_backward()
@@ -331,7 +331,7 @@ class Runtime:
             self.reset(self._broken_units(), discard=gone)
 
     def abort_step(self) -> None:
-        """Reset everything, as all ranks do that agreed that the step failed, and discard gradients not in `.grad` yet."""
+        """Reset everything and discard gradients not in `.grad` yet, after all ranks have agreed that the step failed."""
         if self.communicator.interrupted:
             self.recover()
         self.reset(discard=self.all_units())
@@ -352,8 +352,8 @@ class Runtime:
     def _warn_of_backward(self) -> list[Unit]:
         """Warn that a backward raised. Return the units whose gradients from earlier backwards must be discarded as well.
 
-        If there are any, these are all units that the backward reached or would have reached, and those below, since a step is
-        all or nothing.
+        If any unit kept such gradients, these are all units that the backward reached or would have reached, and those below,
+        since a step is all or nothing.
         """
         names = ", ".join(f"'{unit.name}'" for unit in self.backward.units.values()) or "no unit"
         reached = [*self.backward.units.values(), *self._broken_units()]
@@ -477,6 +477,6 @@ class RunningBackward:
 
     def stop(self) -> None:
         """End the backward, but keep the units that it entered."""
-        self._end = None  # without the reference its callback is not called
+        self._end = None  # a weak reference that is deleted does not call `mark_raised`
         self.underway = self.raised = self.collects = False
         self.passed.clear()

@@ -34,7 +34,7 @@ class Move(enum.Enum):
 
     UNSHARD = "unshard"  # start the all-gather of the unit's parameters
     WAIT = "wait"  # order the compute stream behind the all-gather
-    SAVE_SUBGROUP_SHARD = "save_subgroup_shard"  # copy the part of them that this rank keeps for its smaller group
+    SAVE_SUBGROUP_SHARD = "save_subgroup_shard"  # copy the part that this rank keeps if `reshard_after_forward` is an int
     RESHARD = "reshard"  # free the unsharded parameters
     REDUCE = "reduce"  # hand their gradients to the reducer, which reduces or keeps them
     PASS_BY = "pass_by"  # log a backward through the unit that reaches inputs only, so there is nothing to reduce
@@ -49,14 +49,14 @@ class ForwardCall(NamedTuple):
     unit: int
     start: int
     end: int
-    copied: bool = False  # it used a copy of the parameters, so that its backward needs none
+    copied: bool = False  # it used a copy of the parameters: its backward unshards nothing
 
 
 class ForwardResult(NamedTuple):
     """The result of `Scheduler.after_forward`."""
 
     call: ForwardCall
-    closed: list[ForwardCall]  # calls inside it that raised, or of which some modules of a list did not run: they end with it
+    closed: list[ForwardCall]  # calls inside it that raised, or whose unit has modules that did not run: they end with it
     actions: list[Action]
 
 
@@ -86,8 +86,8 @@ class UnitRecord:
     live_graphs: int = 0
     since: int = -1  # graphs of calls that ended until this time are not counted, since a reset forgot them
 
-    # Forwards in progress: how many of the unit and, if it has several modules, (module, start) of theirs; and the modules that
-    # have yet to run.
+    # How many forwards of the unit are in progress. If it has several modules: (module, start) of each forward of one of them
+    # in progress, and the modules that have yet to run.
     running: int = 0
     parts: list[tuple[int, int]] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
@@ -97,7 +97,7 @@ class UnitRecord:
     had_grad: bool = False
     passed: bool = False  # no parameter gets a gradient in the running backward, which has entered the unit
 
-    # The phase of a backward with create_graph=True. Its graph needs the parameters until the next backward ends. -1: none.
+    # `Scheduler.phase` of a backward with create_graph=True, whose graph needs the parameters until the next one ends; else -1.
     create_graph_phase: int = -1
 
     @property
@@ -171,8 +171,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of whichever models. A "run" is one outermost forward, or one
-    backward, which may be that of several forwards.
+    One scheduler serves all units of a thread on a device, of whichever models. A "run" is one backward, one
+    outermost forward, or several of them that run one unit each.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -190,11 +190,11 @@ class Scheduler:
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
         self._records: dict[int, UnitRecord] = {}
         self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
-        self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first, with the phase of that
+        self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first -> the phase then
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
-        # is equal on all ranks. A call leaves when its backward begins, when a backward ends that reached a later call, or
-        # after `_REMEMBERED_FORWARDS` outermost forwards.
+        # is equal on all ranks, but for units that one rank deleted. A call leaves when its backward begins, when a backward
+        # ends that reached a later call, or after `_REMEMBERED_FORWARDS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
         self.outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 
@@ -246,8 +246,8 @@ class Scheduler:
     def before_forward(self, unit: int, *, stale: bool = False, parts: Sequence[int] = ()) -> list[Action]:
         """Unshard the unit, and prefetch the next ones. A forward that is recomputed calls `before_recompute` instead.
 
-        `stale`, here and below: the shards changed since the unit was unsharded, so it is unsharded again. `parts`: an id of
-        each module, if the unit has several, first of the one that begins.
+        `stale`, here and below: the shards changed since the unit was unsharded, so it is unsharded again. `parts`: if the
+        unit has several modules, the id of the one that begins, then those of all.
         """
         record = self._records[unit]
         actions: list[Action] = []
@@ -361,7 +361,7 @@ class Scheduler:
     def expect_backward(self, call: ForwardCall) -> None:
         """Record that an output of `call` requires grad.
 
-        A recomputation repeats a call that is pending, or whose backward has begun and will not begin again.
+        The call of a recomputation, which is pending or whose backward has begun, is not counted twice.
         """
         record = self._records[call.unit]
         record.live_graphs += 1
@@ -376,7 +376,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward: shards may have been written since the forward."""
+        """Begin a phase at the first event of a backward: what was prefetched before may be stale."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1
@@ -410,7 +410,7 @@ class Scheduler:
     def before_recompute(self, unit: int, *, stale: bool = False) -> list[Action]:
         """Unshard for a forward inside backward (activation checkpointing). The unit stays unsharded until it is reduced.
 
-        If the forward had grad, its output has a hook, which calls `before_backward` before or after this recomputation. If it
+        If the first forward had grad, a hook on its output calls `before_backward` before or after this recomputation. If it
         had none (reentrant checkpointing), the unit's backward begins here.
         """
         record = self._records[unit]
@@ -609,10 +609,10 @@ class Scheduler:
         self.prefetched.pop(unit, None)
 
     def broken_units(self, reached: Iterable[int]) -> set[int]:
-        """Return the units of what raised: those in progress, and those pending from the same outermost forwards.
+        """Return the units of the step that failed: those in progress, and those pending from its outermost forwards.
 
-        `reached`: those that the backward entered. Other models on the thread, whose outermost forwards are others, are no part
-        of it.
+        `reached`: those that the backward entered. Not those of other models on the thread, which have outermost
+        forwards of their own.
         """
         broken = {*reached, *self._entered, *self._recomputing, *self.prefetched}
         last = (self._records[unit].last for unit in broken if unit in self._records)

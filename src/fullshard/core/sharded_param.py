@@ -164,7 +164,7 @@ class ShardedParameter:
         self.grad_dtype = GradDtype(*_torch.grad_dtype_of(original)) if grad_dtype is None else grad_dtype
         self.spec = sharding.spec(original.dtype)  # of the sharded parameter
         self._counters = {} if counters is None else counters
-        # Set by the unit: weak references, since units and groups are above this file. Until then they return None.
+        # Set by the unit: weak references, since units and groups own parameters. Until then they return None.
         self.unit: Callable[[], Any] = NoneType
         self.group: Callable[[], Any] = NoneType  # the same object for all parameters of a group
         self.unit_name = UnitName("")
@@ -274,7 +274,7 @@ class ShardedParameter:
     def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """Return a DTensor with the placements of the sharded parameter and the local tensor `local`."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.sharding.is_plain:
-            # A wrapper with a storage offset would be taken for a tensor with memory.
+            # torch.save takes a DTensor with a storage offset for one that has memory.
             return _torch.dtensor(_torch.as_own_storage(local), self.sharding.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 
@@ -311,7 +311,7 @@ class ShardedParameter:
         """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
 
         assigned: True to accept other Parameters in the slots, unsharded or sharded like this one; the last one counts, as
-        for load_state_dict(). With `dtensors`, only DTensors that belong to no unit. Others and empty slots raise StateError.
+        for load_state_dict(). `dtensors` alone accepts DTensors that have no unit. Others and empty slots raise StateError.
         """
         found = _torch.local_part(self.sharded)
         for slot in self.slots:
@@ -325,7 +325,7 @@ class ShardedParameter:
         return found
 
     def take_slots(self) -> None:
-        """Register the sharded parameter again in slots with another one, as its replacement, and drop its own `.grad`."""
+        """Put the sharded parameter back in slots that hold another one, which it replaces, and drop its former `.grad`."""
         for slot in self.slots:
             current = slot.content
             if current is not None and current is not self.sharded:
@@ -341,8 +341,8 @@ class ShardedParameter:
         if current is self.sharded:
             return StateError(
                 f"Parameter '{self.name}' of unit '{self.unit_name.name}' was moved or cast with a module inside of its unit. "
-                "Call to(), half() and the like of the module that fully_shard() was called on, or of one around it, or cast "
-                "before fully_shard()."
+                "Call to(), half() etc. on the module that was passed to fully_shard(), or on one around it, or cast before "
+                "fully_shard()."
             )
         return StateError(
             f"Expected parameter '{self.name}' of unit '{self.unit_name.name}' as fully_shard() registered it, got "

@@ -458,7 +458,7 @@ class Graphs:
             self._parts[graph] = [part for part in ended if part is not None]
 
     def replay(self, graph: Any, run: Callable[[], None]) -> None:
-        """Run a graph by `run`. Raises StateError before if it would use memory or options that are no longer those of the model."""
+        """Run a graph by `run`. Raises StateError before it would use memory or options that the model no longer has."""
         parts = [] if self._running is graph else self._parts.get(graph, [])
         for part in parts:
             part.check()

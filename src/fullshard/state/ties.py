@@ -13,7 +13,7 @@ from fullshard.errors import warn_once
 
 @dataclass(eq=False)
 class Ties:
-    """Plan of a new unit for parameters that other units own. Nothing changes before `take`."""
+    """Plan of a new unit for parameters that other units own. Owners change only in `take`."""
 
     # Parameters that move to the new unit, each with its current owner.
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
@@ -58,8 +58,8 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
                 f"Parameter '{parameter.name}' of unit '{owner.name}' is tied to '{ref.name}': the unit around both owns it."
             )
         elif all(id(module) in around for module in modules):
-            # Calls made top-down: the inner module takes its parameters. Others stay with the unit around it, which is
-            # unsharded whenever the new one runs.
+            # Calls made top-down: the new unit takes parameters that are used only inside of it. Others stay with the outer
+            # unit, which is unsharded whenever the new one runs.
             if all(i.module is not None and id(i.module) in inside for i in parameter.slots):
                 ties.taken.append((parameter, owner))
         else:
