@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import time
@@ -510,6 +511,14 @@ def moved(job: Job, how: str) -> None:
         job.optimizer.param_groups[0]["weight_decay"] = 0.5
     elif how == "betas":
         job.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+    elif how == "tensor":
+        job.optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device="sim")
+    elif how == "states":
+        lr = job.optimizer.param_groups[0]["lr"]
+        job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+        job.optimizer.param_groups[0]["lr"] = lr
+    elif how == "groups":
+        job.optimizer.add_param_group({"params": [torch.zeros(1, device="sim")]})
 
 
 MOVED = {
@@ -520,6 +529,9 @@ MOVED = {
     "another grad": "its .grad no longer",
     "storage": "holds addresses of sharded parameters that changed",
     "option": "weight_decay of AdamW is 0.5, and was 0.01 when graph .* was captured",
+    "tensor": "lr of AdamW is not the tensor that it was when graph .* was captured",
+    "states": "The states of AdamW are not the tensors that they were when graph .* was captured",
+    "groups": "AdamW has 2 parameter groups, and had 1 when graph .* was captured",
     "betas": r"betas of AdamW is \(0.5, 0.9\), and was \(0.9, 0.999\) when graph .* was captured",
 }
 
@@ -717,8 +729,8 @@ def end_as_it_is(follower: Follower, failure: Any, end: Any = Follower.end) -> A
         return end(follower, failure)
 
 
-AnyOf = dict[str, tuple[Any, str, Any, dict[str, Any], str]]
-LEFT_OUT: AnyOf = {  # class and method, what stands in its place, a job, and what shows it
+Fault = tuple[Any, str, Any, dict[str, Any], str]
+LEFT_OUT: dict[str, Fault] = {  # class and method, what stands in its place, a job, and what shows it
     "nothing is polled": (CollectiveCall, "done", always_polls, {}, "a query"),
     "hidden from the watchdog": (Streams, "send", shown, {}, "shown to the watchdog"),
     "resharded before": (Follower, "_enter", enter_as_it_is, {"states": ZERO2}, "freed since|AssertionError"),

@@ -92,7 +92,7 @@ class Heartbeat:
     def must_be_read(self) -> bool:
         """True if this rank must know which parameters other ranks used, before it sets `.grad`."""
         for reduction in self.reductions:
-            if reduction.is_partial and reduction.asks_others:
+            if reduction.is_partial and reduction.undecided is not None:
                 return True
         return False
 

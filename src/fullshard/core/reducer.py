@@ -13,6 +13,7 @@ from fullshard.core.heartbeat import Heartbeats, SentHeartbeat
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction, commit_all
 from fullshard.core.scheduler import ForwardCall
+from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 
@@ -289,7 +290,7 @@ class GradientReducer:
         for beat, work in sent:
             if beat.must_be_read:
                 if self._communicator.capturing:
-                    raise _unused_error(next(one for one in beat.reductions if one.is_partial and one.asks_others))
+                    raise _undecided_error(next(one.undecided for one in beat.reductions if one.is_partial and one.undecided))
                 work.block()
                 used |= zip(map(id, beat.reductions), beat.used_anywhere())
         decided: list[Reduction] = []
@@ -348,9 +349,8 @@ class GradientReducer:
                 self.decided = None
 
 
-def _unused_error(reduction: Reduction) -> StateError:
-    """Return the error for a captured step in which the ranks must ask each other whether one of them used a parameter."""
-    unused = next(one for one, used in zip(reduction.group.parameters, reduction.used) if not used and one.sharded.grad is None)
+def _undecided_error(unused: ShardedParameter) -> StateError:
+    """Return the error for a captured step that does not use this parameter, which has no `.grad`."""
     return StateError(
         f"A graph of the device cannot hold a step that does not use parameter '{unused.name}' of unit "
         f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Run a step before the "

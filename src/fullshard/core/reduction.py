@@ -355,10 +355,10 @@ class Reduction:
                     hook(parameter.sharded)
 
     @property
-    def asks_others(self) -> bool:
-        """True if a trainable parameter without `.grad` was not used here: it gets one only if another rank used it."""
+    def undecided(self) -> ShardedParameter | None:
+        """The first trainable parameter without `.grad` that was not used here: it gets one only if another rank used it."""
         parameters = zip(self.used, self.group.parameters)
-        return any(not used and p.requires_grad and p.sharded.grad is None for used, p in parameters)
+        return next((p for used, p in parameters if not used and p.requires_grad and p.sharded.grad is None), None)
 
 
 def _flat_gradients(group: ParamGroup, grads: Sequence[Tensor | None]) -> dict[int, Tensor | None]:

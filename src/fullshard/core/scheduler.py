@@ -171,8 +171,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of whichever models. A "run" is one backward, one
-    outermost forward, or several of them that run one unit each.
+    One scheduler serves all units of a thread on a device, of whichever models. A "run" is one backward, or one
+    outermost forward; successive outermost forwards of one unit each are one run.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -192,9 +192,9 @@ class Scheduler:
         self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
         self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first -> the phase then
 
-        # Calls with grad whose backward has not begun, by their end, oldest first. Only the order of events changes it, so it
-        # is equal on all ranks, but for units that one rank deleted. A call leaves when its backward begins, when a backward
-        # ends that reached a later call, or after `_REMEMBERED_FORWARDS` outermost forwards.
+        # Calls with grad whose backward has not begun, by their end, oldest first. Only events and the
+        # deletion of units change it, so it is equal on ranks that have the same units. A call leaves when its backward
+        # begins, when a backward ends that reached a later call, or after `_REMEMBERED_FORWARDS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
         self.outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 

@@ -43,8 +43,6 @@ from fullshard.errors import StateError
 from fullshard.optim.optimizer_hooks import STEP_LISTENERS
 from fullshard.policies import CPUOffloadPolicy
 
-_PLAIN = (bool, int, float, str, type(None))
-
 _group_of: Callable[[Any], Any] = operator.attrgetter("group")
 _shard: Callable[[Any], Tensor] = operator.attrgetter("shard")
 _sharded: Callable[[Any], Tensor] = operator.attrgetter("sharded")
@@ -157,14 +155,14 @@ class Captured:
         number: of the graph among those that units of the runtime entered; equal on all ranks, 0 before the first forward.
         units: those that it all-gathers, while it is captured.
         heartbeats: those in it, which each replay sends again.
-        steps: optimizers whose steps are in it, with their options.
+        steps: the steps of optimizers in it.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.number = runtime, 0
         self.units: dict[int, Unit] = {}
         self.heartbeats: list[SentHeartbeat] = []
-        self.steps: list[tuple[weakref.ref[torch.optim.Optimizer], list[tuple[Any, ...]]]] = []
+        self.steps: list[CapturedStep] = []
         self._versions: weakref.WeakKeyDictionary[ParamGroup, int] = weakref.WeakKeyDictionary()  # when it began
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
@@ -205,9 +203,9 @@ class Captured:
                 group.parts.keep()
         self._first = [weakref.ref(group.parameters[0]) for group in groups]
         self._addresses = self._addresses_of([group.parameters[0] for group in groups])
-        every = [group for unit in self.runtime.all_units() for group in unit.groups]  # also those that it built anew
+        every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since `enter`
         self._written = [weakref.ref(group) for group in every if group.version() != self._versions.get(group)]
-        self._grads = [_address(group.parameters[0].sharded.grad) for group in groups]
+        self._grads = self._grads_of([group.parameters[0] for group in groups])
         self._versions.clear()
         self.units = {}
         for log, fingerprints in self._logs.items():
@@ -223,6 +221,12 @@ class Captured:
         kept = [buffer for group in groups if group.keeps_memory for buffer in group.buffers]
         return found + [buffer.flat.data_ptr() for buffer in kept if isinstance(buffer, FlatBuffer)]
 
+    @staticmethod
+    def _grads_of(parameters: Sequence[ShardedParameter]) -> list[int]:
+        """Return the addresses of the gradients, 0 for a parameter without one."""
+        grads = _torch.locals_of([*map(_grad, map(_sharded, parameters))])
+        return [0 if grad is None else grad.data_ptr() for grad in grads]
+
     def check(self) -> None:
         """Raise StateError if a replay would use other memory or options than the model and its optimizers have now."""
         runtime, name = self.runtime, self.name.capitalize()
@@ -237,29 +241,19 @@ class Captured:
                 f"{name} holds addresses of sharded parameters that changed since its capture: by .to(), undo(), `.data =`, "
                 "another fully_shard(), or set_keep_unsharded_storage(). Capture the step again."
             )
-        for grad, address, parameter in zip(map(_grad, map(_sharded, parameters)), self._grads, parameters):
-            if address and _address(grad) != address:
+        grads = self._grads_of(parameters)
+        for now, then, parameter in zip(grads, self._grads, parameters) if grads != self._grads else ():
+            if then and now != then:
                 raise StateError(
                     f"{name} writes the gradient of '{parameter.name}' of unit '{parameter.unit_name.name}' to a tensor that "
                     "is its .grad no longer. Between replays call zero_grad(set_to_none=False), and assign no .grad."
                 )
-        for owner, before in self.steps:
-            optimizer = owner()
-            if optimizer is not None and _options_of(optimizer.param_groups) != before:
-                raise self._frozen_error(optimizer, before)
-
-    def _frozen_error(self, optimizer: torch.optim.Optimizer, before: Sequence[tuple[Any, ...]]) -> StateError:
-        """Return an error that names the first option that changed."""
-        changed = next(
-            f"{now[0]} of {type(optimizer).__name__} is {now[1]}, and was {then[1]}"
-            for new, old in zip(_options_of(optimizer.param_groups), before)
-            for now, then in zip(new, old)
-            if now != then
-        )
-        return StateError(
-            f"{changed} when {self.name} was captured, which steps with the latter. Use a tensor on the device, as in "
-            "lr=torch.tensor(0.1), or capture the step again."
-        )
+        for step in self.steps:
+            if changed := step.changed():
+                raise StateError(
+                    f"{changed} when {self.name} was captured, which steps as then. Use a tensor for an option, as in "
+                    "lr=torch.tensor(0.1), and write to tensors in place; or capture the step again."
+                )
 
     def replay(self, run: Callable[[], None]) -> None:
         """Run the graph by `run`, and record what it writes."""
@@ -281,18 +275,40 @@ class Captured:
                 communicator.wait_state.in_flight.append(call)
 
 
-def _address(grad: Tensor | None) -> int:
-    return 0 if grad is None else _torch.local_part(grad).data_ptr()
+class CapturedStep:
+    """A captured step of an optimizer. A replay uses the values of options, and the tensors of options and states, of then."""
+
+    def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+        self._optimizer, found = optimizer, optimizer()
+        self._options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        state = None if found is None else _first_state(found)
+        self._state = None if state is None else weakref.ref(state)  # one for all: load_state_dict() replaces them together
+
+    def changed(self) -> str:
+        """Return what a replay would not use, with its value and that of the capture; "" if nothing changed."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return ""
+        kind, groups = type(optimizer).__name__, optimizer.param_groups
+        if len(groups) != len(self._options):
+            return f"{kind} has {len(groups)} parameter groups, and had {len(self._options)}"
+        for group, options in zip(groups, self._options):
+            for name, then in options.items():
+                now = group.get(name)
+                if now is then:
+                    continue
+                if isinstance(now, Tensor) or isinstance(then, Tensor):
+                    return f"{name} of {kind} is not the tensor that it was"
+                if now != then:
+                    return f"{name} of {kind} is {now}, and was {then}"
+        if self._state is not None and _first_state(optimizer) is not self._state():
+            return f"The states of {kind} are not the tensors that they were"
+        return ""
 
 
-def _options_of(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the options of an optimizer that a graph keeps as they were, as (name, value), by group."""
-    return [tuple((name, value) for name, value in group.items() if _is_frozen(value)) for group in groups]
-
-
-def _is_frozen(option: object) -> bool:
-    """Return True if a graph keeps the value of an option: Python's own values, and tuples of them such as betas."""
-    return type(option) in _PLAIN or (isinstance(option, tuple) and all(map(_is_frozen, option)))
+def _first_state(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    every = (value for state in optimizer.state.values() for value in state.values())
+    return next((value for value in every if isinstance(value, Tensor)), None)
 
 
 def finish_gathers(runtime: Runtime) -> None:
@@ -451,7 +467,7 @@ class Graphs:
                 follower.finish()
 
     def end(self, graph: Any, failure: BaseException | None) -> None:
-        """Keep what was captured, for replays; nothing after a failure."""
+        """Keep what was captured, for replays. After a failure, keep nothing."""
         if self._open is graph:
             self._open = None
             ended = [follower.end(failure) for follower in self._followers()]
@@ -471,11 +487,11 @@ class Graphs:
             self._running = before
 
     def note_step(self, optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
-        """Record the options of an optimizer whose step is captured."""
+        """Record a step of an optimizer, if it is captured."""
         if self._open is not None:
             for follower in self._followers():
                 if follower.captured is not None:
-                    follower.captured.steps.append((optimizer, _options_of(groups)))
+                    follower.captured.steps.append(CapturedStep(optimizer, groups))
 
 
 def _nested(part: Captured, run: Callable[[], None]) -> Callable[[], None]:
