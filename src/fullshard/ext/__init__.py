@@ -2,7 +2,7 @@
 
 The engine (core, comm, checks, frontend, state) imports nothing of this package. A feature imports `fullshard.core`, `checks`,
 `comm`, `state`, `optim`, `frontend` and `wrap`, or attaches at an extension point of the engine. The first line of each file
-says what it is; docs/architecture.md lists the files with their extension points.
+says what it is; docs/architecture.md lists the extension points with the files that use them.
 """
 
 import fullshard.ext.equal_values
