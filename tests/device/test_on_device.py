@@ -69,10 +69,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, depth: int = 3) -> None:
+    def __init__(self, depth: int = 3, dim: int = 7, hidden: int = 13) -> None:
         super().__init__()
-        self.inp, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.inp, self.head = nn.Linear(5, dim), nn.Linear(dim, 3)
+        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)

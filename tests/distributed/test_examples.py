@@ -47,7 +47,8 @@ def test_the_global_seed_of_an_example_is_alike_on_all_ranks(path: Path) -> None
 
 @pytest.mark.rotates(5)
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2), ("muon", 2)]
+    ("name", "ranks"),
+    [("bottom_up", 2), ("tensor_parallel", 4), ("mixed_precision", 2), ("experts", 2), ("muon", 2), ("captured", 2)],
 )
 def test_the_loss_goes_down(name: str, ranks: int) -> None:
     out = "".join(printed(name, ranks))
@@ -56,6 +57,7 @@ def test_the_loss_goes_down(name: str, ranks: int) -> None:
     told = {
         "bottom_up": r"99,968 of 199,936 elements on this rank; \d+ messages",
         "tensor_parallel": r"a weight has \(.*Shard\(dim=0\)\) and \(32, 32\) here",
+        "captured": "in 2 eager steps and 8 more: The CPU has no graphs",
         "mixed_precision": "computed in torch.bfloat16, stored in torch.float32",
         "muon": r"12 matrices for Muon, 27 other parameters for AdamW\n12 matrices on 2 ranks, 5 to 7 each",
         "experts": r"rank 1: .*; its tokens went to the experts \[[0-3, ]+\]",

@@ -12,13 +12,14 @@ import threading
 import time
 import types
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from exits import Rank, run_job
+from exits import Rank, run_job, soon
 from harness import World, ranks, until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fullshard
-from fullshard import CheckPolicy, StateError
+from fullshard import CheckPolicy, StateError, _torch
 from fullshard.checks.collective_log import CollectiveLog, GroupFingerprints, LoggedCall, UnitName, find_desync, listed
 from fullshard.checks.state import WaitState
 from fullshard.checks.store import StateStore
@@ -205,6 +206,17 @@ def test_many_ranks_read_that_key_less_often() -> None:
     assert StateStore(dist.HashStore(), 0, 16_000).period(waits=False) == 8.0
     assert StateStore(dist.HashStore(), 0, 16_000).period(waits=True) == 8.0
     assert StateStore(dist.HashStore(), 0, 64).period(waits=True) == 0.1
+
+
+def test_a_store_whose_server_is_gone_is_given_up_within_seconds() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=60)))
+    del server
+    begin = time.monotonic()
+    own = _torch.own_store(store, "own")
+    assert time.monotonic() - begin < soon(10.0) and store.timeout == timedelta(seconds=60)
+    with pytest.raises(dist.DistError):
+        own.get("key")
 
 
 def test_a_record_that_cannot_be_read_is_skipped() -> None:

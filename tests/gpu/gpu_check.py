@@ -25,6 +25,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -1576,6 +1577,193 @@ def aim(world: World, name: str, found: float, goal: float) -> None:
     world.report.say(NOTE, name, f"{found:.2f}, the goal is {goal:.2f}")
 
 
+# --- captured steps ---------------------------------------------------------------------------------------------------
+
+
+CAPTURED: dict[str, dict[str, Any]] = {
+    "default": {},
+    "resharded": {"reshard_after_forward": True},
+    "kept": {"reshard_after_forward": False},
+    "ZERO1": {"states": fullshard.ZERO1},
+    "ZERO2": {"states": fullshard.ZERO2},
+}
+
+
+def captured(world: World) -> None:
+    """Replays are eager steps, bit for bit, while a watchdog that looks ten times a second follows them."""
+    torch.use_deterministic_algorithms(True)
+    for label, mp in (("fp32", (None, None)), ("bf16", MIXED)):
+        for name, options in CAPTURED.items():
+            with world.report.guarded(f"capture, {label}, {name}"):
+                captures_and_replays(world, f"capture, {label}, {name}", mp, options)
+        free_all(world)
+
+
+def captures_and_replays(world: World, name: str, mp: tuple[Any, Any], options: dict[str, Any]) -> None:
+    checks = CheckPolicy(patience=0.1)
+    models = [
+        shard_ours(sequence(partial(Small, 16), 4, world.device), world.mesh(), mp, check_policy=checks, **options)
+        for _ in range(2)
+    ]
+    (eager, replayed), (theirs, own) = models, [capturable(model.parameters(), world.device) for model in models]
+    inputs = torch.randn(8, 8, 16, device=world.device)
+    for x in inputs[:2]:
+        whole_step(eager, theirs, x)
+        whole_step(replayed, own, x)
+    static = inputs[0].clone()
+    for _ in range(20):
+        graph = fullshard.Graph(world.device)
+        with graph.capture():
+            loss = whole_step(replayed, own, static)
+    equal = True
+    for x in inputs[2:7]:
+        static.copy_(x)
+        graph.replay()
+        equal = torch.equal(loss, whole_step(eager, theirs, x)) and equal
+    equal = torch.equal(whole_step(replayed, own, inputs[7]), whole_step(eager, theirs, inputs[7])) and equal
+    pairs = zip(eager.parameters(), replayed.parameters())
+    shards = all(torch.equal(one.to_local(), other.to_local()) for one, other in pairs)
+    world.report.check(equal and shards, name, "20 captures; losses and shards after 5 replays and an eager step")
+
+
+def capturable(parameters: Any, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW that a graph may hold."""
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-3, device=device), capturable=True, foreach=True)
+
+
+def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    """A step whose gradients are zeroed in place."""
+    loss = model(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def captured_times(world: World) -> None:
+    """Milliseconds, on the device and of the host, of eager and captured steps of plain bf16, fullshard and FSDP2."""
+    rows: list[list[str]] = []
+    for shape in SHAPES:
+        with world.report.guarded(f"capture, {shape.name}"):
+            rows += captured_times_of(world, shape)
+        free_all(world)
+    world.report.table(["shape", "", "eager (ms)", "replay (ms)", "host (us)", "of plain", "pool of eager peak"], rows)
+
+
+def captured_times_of(world: World, shape: Shape) -> list[list[str]]:
+    make = partial(sequence, partial(DecoderBlock, shape.dim, shape.hidden), shape.depth, world.device)
+    shards: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+        "plain": lambda model: model.to(torch.bfloat16),
+        "fullshard": ours_on(world, MIXED),
+        "FSDP2": theirs_on(world, MIXED),
+    }
+    x = torch.randn(shape.batch, shape.tokens, shape.dim, device=world.device)
+    eager: dict[str, Callable[[], object]] = {}
+    replays: dict[str, Callable[[], object]] = {}
+    pools: dict[str, float] = {}
+    for name, shard in shards.items():
+        model, static = shard(make()), x.bfloat16() if name == "plain" else x
+        eager[name] = partial(whole_step, model, capturable(model.parameters(), world.device), static)
+        for _ in range(3):
+            eager[name]()
+        free_all(world)
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        eager[name]()
+        peak = torch.accelerator.max_memory_allocated() - before
+        free_all(world)
+        before = torch.accelerator.memory_reserved()
+        try:
+            if name == "fullshard":
+                graph: Any = fullshard.Graph(world.device)
+                with graph.capture():
+                    eager[name]()
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    eager[name]()
+        except Exception as error:
+            world.report.say(FAIL if name == "fullshard" else NOTE, f"capture, {shape.name}, {name}", said(error))
+            continue
+        pools[name], replays[name] = (torch.accelerator.memory_reserved() - before) / peak, graph.replay
+    repeats = 2 if world.dry else 15
+    of_eager = interleaved(world, eager, repeats, settle=True)
+    of_replays, host = (interleaved(world, replays, repeats, settle=settle) for settle in (True, False))
+    rows = []
+    for name in eager:
+        row = [shape.name, name, f"{median(of_eager[name]) * 1e3:.2f}"]
+        if name in replays:
+            row += [f"{median(of_replays[name]) * 1e3:.2f}", f"{median(host[name]) * 1e6:.0f}"]
+            row += [f"{ratio(of_replays[name], of_replays['plain']):.2f}" if "plain" in replays else "-", f"{pools[name]:.2f}"]
+        rows.append(row + ["-"] * (7 - len(row)))
+    for other, limit in {"plain": 1.10 if shape.name == "tiny" else math.inf, "FSDP2": 1.03}.items():
+        if other in replays and "fullshard" in replays:
+            judge(world, f"capture, {shape.name}: of {other}'s", ratio(of_replays["fullshard"], of_replays[other]), limit)
+    return rows
+
+
+# --- which kernels a step's time goes to ------------------------------------------------------------------------------
+
+
+KINDS = {
+    "collectives": "nccl",
+    "matrix products": "gemm|cutlass|nvjet|xmma|cublas|mma_",
+    "attention": "flash|attention|fmha|sdp",
+    "optimizer": "multi_tensor|foreach|adam",
+    "copies and casts": "copy|cat|memcpy|memset|fill|convert|transpose",
+    "norms and element-wise": "",
+}
+"""Kinds of kernels, by a pattern of their names. The first that matches counts."""
+
+
+def attribution(world: World) -> None:
+    """Milliseconds on the device by kind of kernel, in forward and backward, of plain bf16, fullshard and FSDP2."""
+    rows: list[list[str]] = []
+    for shape in SHAPES:
+        make = partial(sequence, partial(DecoderBlock, shape.dim, shape.hidden), shape.depth, world.device)
+        x = torch.randn(shape.batch, shape.tokens, shape.dim, device=world.device)
+        for name, shard in {
+            "plain": lambda model: model.to(torch.bfloat16),
+            "fullshard, nothing sent": ours_unsent(world),
+            "FSDP2, nothing sent": theirs_unsent(world),
+        }.items():
+            found = milliseconds_by_kind(world, stepper(shard(make()), x.bfloat16() if name == "plain" else x))
+            rows.append([shape.name, name, *[f"{found[kind]:.2f}" for kind in (*KINDS, "idle")]])
+            free_all(world)
+    world.report.table(["shape", "", *KINDS, "idle"], rows)
+
+
+def milliseconds_by_kind(world: World, step: Callable[[], object], repeats: int = 5) -> dict[str, float]:
+    """Per step, the time of each kind of kernel, whether or not others run beside it, and that in which none runs."""
+    for _ in range(3):
+        step()
+    world.sync()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            step()
+        world.sync()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    found = dict.fromkeys((*KINDS, "idle"), 0.0)
+    busy_until = kernels[0][0] if kernels else 0.0
+    for start, end, name in kernels:
+        found[kind_of(name)] += end - start
+        found["idle"] += max(0.0, start - busy_until)
+        busy_until = max(busy_until, end)
+    return {kind: microseconds / 1e3 / repeats for kind, microseconds in found.items()}
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel, by its name."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.lower()))
+
+
+# --- foresight ----------------------------------------------------------------------------------------------------
+
+
 def foresight(world: World) -> None:
     """A step of a decoder as it is predicted on a laptop: memory, messages and time, beside what is measured here."""
     for shape, optimizer in ((SHAPES[0], "adamw-fused"), (SHAPES[1], "adamw-fused"), (SHAPES[0], "muon")):
@@ -1971,6 +2159,10 @@ def jobs() -> list[Job]:
         Job("memory", "fake group of 64", memory, "fake", pretend=64, limit=60),
         Job("memory", "one rank, nccl", memory, limit=60),
         Job("table", "fake group of 8", baseline, "fake", pretend=8, limit=150),
+        Job("capture", "one rank, nccl", captured, limit=60, cpu="CUDA only"),
+        Job("table", "captured, one rank", captured_times, limit=60, cpu="CUDA only"),
+        Job("table", "captured, fake group of 8", captured_times, "fake", pretend=8, limit=60, cpu="CUDA only"),
+        Job("table", "kinds of kernels, fake group of 8", attribution, "fake", pretend=8, limit=60, cpu="CUDA only"),
         Job("table", "Muon, fake group of 64", muon, "fake", pretend=64, limit=60),
         Job("table", "Muon, one rank", muon_alone, limit=60),
         Job("table", "foresight, one rank", foresight, limit=90),

@@ -187,12 +187,16 @@ def own_store(store: Any, prefix: str) -> Any:
     Requests on the new connection time out after 5 seconds.
     """
     # A connection serves one request at a time. On torch's own, a blocking request would delay the watchdog.
+    before = store.timeout
     try:
+        store.set_timeout(timedelta(seconds=3))  # for the connection, whose server may be gone: torch tries twice
         clone = store.clone()
         clone.set_timeout(timedelta(seconds=5))
         return dist.distributed_c10d.PrefixStore(prefix, clone)
     except (RuntimeError, NotImplementedError):
         return dist.distributed_c10d.PrefixStore(prefix, store)
+    finally:
+        store.set_timeout(before)
 
 
 def store_host(store: Any) -> str | None:
