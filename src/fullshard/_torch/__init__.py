@@ -17,6 +17,7 @@ fsdp.py         torch's FSDP and replicate: classes, states of modules, options
 graphs.py       graphs of a device, which hold a captured program
 flops.py        floating-point operations of matrix products and attention
 simulation.py   support for foresight
+spmd_types.py   the package spmd_types, whose types annotate plain parameters
 
 Callers write `_torch.name(...)`: this page exports the names of all files. A name that is replaced here, as in a test, is
 replaced for callers outside of the package; functions inside it look up names in their own file.
@@ -34,4 +35,5 @@ from fullshard._torch.graphs import *
 from fullshard._torch.nn import *
 from fullshard._torch.optim import *
 from fullshard._torch.simulation import *
+from fullshard._torch.spmd_types import *
 from fullshard._torch.versions import *

@@ -1,4 +1,4 @@
-"""Verdicts: why a collective will never complete. Ranks diverged, raised or ended, or a timeout passed."""
+"""Verdicts: why a collective will never complete, since ranks diverged, raised or ended. `Watchdog` has the timeout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fullshard.checks.collective_log import CollectiveLog, LoggedCall, find_desy
 from fullshard.checks.state import WaitState
 from fullshard.checks.store import StateStore, Window
 
-MAX_NAMED = 64  # maximum number of ranks to name in one text
+MAX_NAMED = 64  # maximum number of ranks whose state or exception one text gives
 
 _KINDS = 4  # maximum number of different histories to read at once
 _RAISED_SECONDS = 2.0  # minimum seconds to wait for a rank that raised, because it may continue
 _ADVICE = (
-    "All ranks must run the same units and optimizer steps, and call any_failed(), in the same order. On a rank with nothing "
+    "All ranks must run the same units, optimizer steps and calls of any_failed(), in the same order. On a rank with nothing "
     "to compute for a unit, call its join()."
 )
 
@@ -86,7 +86,7 @@ class Inquiry:
         return windows | self._store.windows(self._log, list(kinds.values())[:_KINDS])
 
     def _with_history(self, window: Window, number: int, rank: int) -> list[int]:
-        """Return `rank`, and the ranks whose last call is in `window`, the calls of `rank`, at or after call `number`."""
+        """Return `rank`, and ranks that made the same calls up to their own last one, if that is call `number` or later."""
         digests = {count: digest for count, digest, _ in window if count >= number}
         return [rank, *(other for other, state in self.states.items() if digests.get(state.count) == state.hash)]
 

@@ -54,7 +54,7 @@ from fullshard.core.mesh import (
 from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_first, clean_name, collect, is_ignored
 from fullshard.core.packing import ReductionPlan, casts_whole
 from fullshard.core.param_group import ParamGroup, group_class, kind_of, register_group
-from fullshard.core.param_sharding import CHECK_LEVEL, CHOOSE_AXIS, ParamSharding, PlacementFn
+from fullshard.core.param_sharding import CHECK_LEVEL, CHOOSE_AXIS, PLAIN_PARTS, ParamSharding, PlacementFn, PlainPart
 from fullshard.core.reducer import Listener
 from fullshard.core.reduction import Reduction, flat_gradient, pack
 from fullshard.core.runtime import Runtime

@@ -31,10 +31,10 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis. It is equal on all ranks, since they create their logs in the same order."""
+    """Return the name of a new log of an axis, equal on all ranks: each thread creates its logs in the same order on each."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # Threads may create their logs in any order, so logs are counted by process group.
+        # Threads may overtake each other, so logs of axes with one process group are counted by that group.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
@@ -109,7 +109,7 @@ class Communicator(Streams):
 
     @contextmanager
     def reporting_exceptions(self, place: str) -> Iterator[None]:
-        """Report an exception that leaves the block to the other ranks, with `place`, and raise it again."""
+        """Report to the other ranks, with `place`, an exception that leaves the block, and raise it again."""
         try:
             yield
         except Exception as failure:
@@ -131,7 +131,7 @@ class Communicator(Streams):
     # --- collectives ---
 
     def collectives_of_group(self, group: dist.ProcessGroup | None) -> Collectives:
-        """Return the collectives of one process group, without a counter: the caller counts its messages."""
+        """Return the collectives of one process group, without a counter of messages, which `_observed` adds."""
         if group is None:
             return collectives_for(None, self.device)
         found = self._collectives.get(group)

@@ -1,4 +1,4 @@
-"""Gradients of a group that are kept between backwards, and the state of `.grad` that ranks compare."""
+"""Gradients of a group that are kept between backwards, and whether ranks may compare which of them have a `.grad`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fullshard.core.sharded_param import ShardedParameter
 
 
 class GroupGradients:
-    """Gradients of one group that are kept between backwards, and the state of `.grad` that ranks compare.
+    """Gradients of one group that are kept between backwards, and whether ranks may compare which of them have a `.grad`.
 
-    `foresight/group.py` and `wrap/plan_messages.py` predict what this class and `Reduction` allocate and send, in the same
-    order: change all of them together. They take dtypes from the same `Dtypes`.
+    `foresight/group.py` predicts what this class and `Reduction` allocate and send, in the same order, and
+    `wrap/plan_messages.py` the sums of it: change all of them together. They take dtypes from the same `Dtypes`.
 
         backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
@@ -32,8 +32,8 @@ class GroupGradients:
         # Of the last reduction, if its all-reduce over replicas is deferred: the sum over the shards, and for each parameter
         # whether this rank had a gradient.
         self.deferred: tuple[Tensor, list[bool]] | None = None
-        # Whether a commit was made since gradients were last discarded. Only then does the log say whether a reduction adds to
-        # `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.
+        # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then does the
+        # log say whether a reduction adds to `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.
         self.has_committed = False
 
     @property

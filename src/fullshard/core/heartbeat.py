@@ -126,8 +126,9 @@ class Heartbeats:
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
         """Send one heartbeat per log that has one due. `reductions`: (`CheckPolicy.every`, reduction to end) each."""
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
+        always = self._communicator.capturing  # a graph sends its heartbeats in each replay, or never
         for every, reduction in reductions:
-            logs.setdefault(reduction.group.fingerprints.log, (every, []))[1].append(reduction)
+            logs.setdefault(reduction.group.fingerprints.log, (1 if always else every, []))[1].append(reduction)
         return [self._send(log, mine) for log, (every, mine) in logs.items() if log.heartbeat_due(every)]
 
     def _send(self, log: CollectiveLog, reductions: list[Reduction]) -> SentHeartbeat:

@@ -131,7 +131,7 @@ def hook_outputs(unit: Unit, call: ForwardCall, output: Any) -> bool:
     """Hook the graph of `output`, to notify the runtime when the backward of `call` begins. Return True if there is a graph."""
     hook: BackwardHook | None = None
     for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
-        if tensor.is_leaf and tensor.requires_grad:  # a parameter that stays unsharded: it has no node to hook
+        if tensor.is_leaf and tensor.requires_grad:  # a leaf, such as a parameter that forward returns: it has no node to hook
             unit.hook_late_grads()
         for node in _torch.graph_nodes(tensor):
             if node is not None:
@@ -145,7 +145,7 @@ _HOOKS = "fullshard"  # key in the metadata of a node: its hooks and their handl
 
 
 def hook_node(node: Any, hook: Callable[..., None]) -> None:
-    """Run `hook` once before a graph node, ahead of the other hooks there: nested units may return the same tensor."""
+    """Register `hook` before a graph node, once, ahead of those of inner units: nested units may return the same tensor."""
     hooks = node.metadata.setdefault(_HOOKS, [])
     if not hooks or hooks[0][0] is not hook:
         hooks.insert(0, (hook, None))
@@ -178,7 +178,7 @@ class BackwardHook:
         self._release()
 
     def _release(self) -> None:
-        """Record that the graph no longer needs the unit: the backward has begun, or the graph was freed."""
+        """Record, once, that the call's backward has begun or that its graph was freed: it is no longer awaited."""
         if not self._reached:
             self._reached = True
             self._unit.runtime.scheduler.graph_released(self._call)

@@ -507,8 +507,8 @@ class ParamGroup:
                 unsharded.grad = None
         if self._is_plain:
             return grads
-        pairs = zip(self.parameters, grads)
-        return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name) for p, grad in pairs]
+        pairs, reduce = zip(self.parameters, grads), self.dtypes.reduce
+        return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name, reduce=reduce) for p, grad in pairs]
 
     def new_sum(self, reduced: Tensor) -> Tensor:
         """Return the memory of the sum over all ranks, (shard_layout.shard_numel,). Here: `reduced`, the sum over shards."""

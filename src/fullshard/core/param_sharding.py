@@ -26,7 +26,7 @@ class ShardPlacementResult:
     Args:
         placement: `Shard(dim)`, or None for `Shard(0)`.
         mesh_info: a DeviceMesh as `fully_shard` accepts it, an object with such a `.mesh` (torch's FSDPMeshInfo), or None for
-            the mesh of the unit.
+            the mesh of the unit. With a full mesh as `.spmd_mesh`, `.dp_mesh_dims` names its data-parallel axes.
 
     Example:
         Shard the experts of a mixture over the ranks with the same experts:
@@ -44,6 +44,17 @@ PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 
 @dataclass(frozen=True, eq=False)
+class PlainPart:
+    """Says of which DTensor a plain parameter is the local tensor. Modules compute with the plain tensor."""
+
+    spec: _torch.DTensorSpec  # of the DTensor, on the mesh of all parallelisms
+    grad_placements: tuple[Placement, ...]  # of a gradient that autograd computes; Partial on the data-parallel axes
+    text: str  # the placements, to compare between ranks
+    attributes: tuple[str, ...]  # of the parameter, that say so; sharded parameters have none of them
+    mark: Callable[[Tensor], None]  # sets the attributes on a tensor of the local shape
+
+
+@dataclass(frozen=True, eq=False)
 class ParamSharding:
     """Sharding of one parameter over one shard axis. Many parameters share the axis.
 
@@ -57,7 +68,8 @@ class ParamSharding:
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
     data_axes: tuple[int, ...]  # data-parallel axes of `mesh`; the shard axis, if any, comes last
-    tensor_parallel: _torch.DTensorSpec | None = None  # of the DTensor that modules compute with; None for a plain tensor
+    tensor_parallel: _torch.DTensorSpec | None = None  # of the unsharded parameter, if that is the local tensor of a DTensor
+    plain_part: PlainPart | None = None  # if modules compute with that local tensor, not with the DTensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
     is_plain: bool = field(init=False)  # True if modules compute with a plain tensor that is no scalar
 
@@ -131,6 +143,19 @@ class ParamSharding:
 
     def to_module(self, whole: Tensor) -> Tensor:
         """Return the tensor that modules compute with: `whole` itself, or a DTensor whose local tensor is `whole`."""
+        if self.plain_part is None:
+            return self.to_parallel(whole)
+        return whole if self.shape else whole.view(())
+
+    def to_parameter(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Return `to_module(whole)` as a Parameter."""
+        parameter = nn.Parameter(self.to_module(whole), requires_grad=requires_grad)
+        if self.plain_part is not None:
+            self.plain_part.mark(parameter)
+        return parameter
+
+    def to_parallel(self, whole: Tensor) -> Tensor:
+        """Return a DTensor whose local tensor is `whole`, (local_shape); `whole` itself without tensor parallelism."""
         if not self.shape:
             whole = whole.view(())
         parallel = self.tensor_parallel
@@ -138,9 +163,17 @@ class ParamSharding:
             return whole
         return _torch.dtensor(whole, _torch.spec(parallel.mesh, parallel.placements, self.shape, whole.dtype))
 
-    def grad_to_local(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`."""
+    def grad_to_local(self, tensor: Tensor, *, name: str, reduce: torch.dtype | None = None) -> Tensor:
+        """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`.
+
+        `reduce`: dtype in which parts of the gradient of a `plain_part` are summed, if it is wider than that of the gradient.
+        """
         parallel = self.tensor_parallel
+        if parallel is not None and self.plain_part is not None and not isinstance(tensor, DTensor):
+            grads = self.plain_part.grad_placements
+            if reduce is not None and any(p.is_partial() for i, p in enumerate(grads) if i not in self.axis.partial_axes):
+                tensor = tensor.to(torch.promote_types(tensor.dtype, reduce))
+            tensor = _torch.dtensor(tensor, _torch.spec(parallel.mesh, grads, self.shape, tensor.dtype))
         if parallel is not None and isinstance(tensor, DTensor):
             if tensor.device_mesh != parallel.mesh:
                 raise ValueError(
@@ -173,8 +206,11 @@ def _is_on(value: DTensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 CHECK_LEVEL: list[Callable[[StateSharding, ShardAxis, MeshDims | None], None]] = []
 """Called with the level, axis and `dp_mesh_dims` of each fully_shard() call, to raise ValueError if they do not fit."""
 
+PLAIN_PARTS: list[Callable[[nn.Parameter, ShardAxis, str], PlainPart | None]] = []
+"""Called with a plain parameter, its axis and its name; say of which DTensor it is the local tensor, None if of none."""
+
 CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] = []
-"""Called with a unit's axis and level, and a parameter's local values and dim; return the axis of the parameter."""
+"""Called with the axis chosen so far, a unit's level, and a parameter's local values and dim; return the parameter's axis."""
 
 
 def plan_sharding(
@@ -182,6 +218,9 @@ def plan_sharding(
 ) -> ParamSharding:
     """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`, or raise ValueError."""
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
+    part = None if isinstance(parameter, DTensor) else _plain_part(parameter, axis, name)
+    if part is not None:
+        parameter = _torch.dtensor(parameter.data, part.spec)  # type: ignore[assignment]
     if isinstance(parameter, DTensor) and (partial := [one for one in parameter.placements if one.is_partial()]):
         raise ValueError(
             f"parameter '{name}' is a DTensor with placements {parameter.placements} and cannot be sharded with {partial}. "
@@ -202,7 +241,11 @@ def plan_sharding(
             axis = choose(axis, states, local, dim)
     mesh, placements, data_axes = axis.place(parameter, dim, name=name)
     parallel = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
-    return ParamSharding(axis, dim, parameter.shape, local_shape, mesh, tuple(placements), data_axes, parallel)
+    return ParamSharding(axis, dim, parameter.shape, local_shape, mesh, tuple(placements), data_axes, parallel, part)
+
+
+def _plain_part(parameter: nn.Parameter, axis: ShardAxis, name: str) -> PlainPart | None:
+    return next((part for find in PLAIN_PARTS if (part := find(parameter, axis, name)) is not None), None)
 
 
 def _requested_placement(
@@ -222,11 +265,13 @@ def _requested_placement(
         raise ValueError(f"ShardPlacementResult.placement must be Shard(dim), got {chosen.placement!r} for parameter '{name}'.")
     info = chosen.mesh_info
     if info is not None:
-        mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
+        # torch's mesh_info has a full mesh as `spmd_mesh`, and then only the data-parallel axes as `mesh`
+        full, dims = getattr(info, "spmd_mesh", None), getattr(info, "dp_mesh_dims", None)
+        mesh = info if isinstance(info, DeviceMesh) else full if full is not None else getattr(info, "mesh", None)
         if not isinstance(mesh, DeviceMesh):
             raise ValueError(
                 f"ShardPlacementResult.mesh_info of parameter '{name}' must be or have a DeviceMesh, got {info!r}."
             )
         if mesh is not axis.mesh:
-            axis = resolve_mesh(mesh)
+            axis = resolve_mesh(mesh, dims)
     return (0 if chosen.placement is None else chosen.placement.dim), axis

@@ -44,7 +44,7 @@ class GradientReducer:
     """Reduces the gradients of one runtime, and sets `.grad` at the end of a step.
 
     The gradients of a step are set together, after its heartbeat: if the step raises, all of them are set or none. Only groups
-    with hooks on their parameters get theirs earlier, since these hooks run during backward.
+    with hooks on their parameters may get theirs earlier, since these hooks run during backward.
     """
 
     def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:

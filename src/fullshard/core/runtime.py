@@ -67,7 +67,7 @@ class Runtime:
         self.trace: list[tuple[int, bool]] = []  # units that the outermost forward entered (True) and left so far, for `join()`
         self.raised_in: tuple[str, str] | None = None  # the innermost forward that an exception left, and its text
 
-        # Units by number, oldest first, and the numbers of those that were deleted since the last forward began.
+        # Units by number, oldest first, and the numbers of those that were deleted since `forget_deleted` last ran.
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._deleted: deque[int] = deque()
         self._numbers = itertools.count()
@@ -247,8 +247,8 @@ class Runtime:
             return
         end, device = self.end_backward, self.communicator.async_device
         if device is not None:
-            # Messages are allocated on the stream of forward, which is the current one here. The end of backward reads and
-            # frees them on the stream of its caller, so the stream of forward waits for the caller's.
+            # Messages are allocated on the stream of forward, which is the current one here. The end of backward runs on the
+            # stream of backward()'s caller, and reads and frees them there. After it, the stream of forward waits for that one.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.begin(end)
         self.scheduler.begin_backward()
@@ -256,7 +256,8 @@ class Runtime:
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
 
-        Groups with gradient hooks are committed before the others, one by one, which runs the hooks.
+        Groups with gradient hooks were committed during backward, one by one, which ran their hooks, but for the last of them.
+        These are committed here: together with the other groups if the step ends, else one by one.
         """
         with torch.no_grad():
             try:
@@ -300,9 +301,9 @@ class Runtime:
     # --- after an exception ---
     # Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
     #
-    #   a backward raised                          found by the next event or call       reset of the models that it reached
-    #   a forward ended without post-forward hook  found by the next outermost forward   reset of the models that ran in it
-    #   an interrupt broke off an event or a wait  sets `Communicator.interrupted`       reset of everything
+    #   a backward raised                          found by the next event or call           reset of the models that it reached
+    #   a forward ended without post-forward hook  found by its unit's next forward or call  reset of the models that ran in it
+    #   an interrupt broke off an event or a wait  sets `Communicator.interrupted`           reset of everything
 
     def note_interrupt(self, failure: BaseException) -> None:
         """Set the flag if `failure`, which breaks off an event, is an interrupt (KeyboardInterrupt, SystemExit)."""
@@ -331,7 +332,7 @@ class Runtime:
             self.reset(self._broken_units(), discard=gone)
 
     def abort_step(self) -> None:
-        """Reset everything and discard gradients not in `.grad` yet, after all ranks have agreed that the step failed."""
+        """Reset everything and discard gradients not in `.grad` yet: all ranks agree that the step failed, or a capture did."""
         if self.communicator.interrupted:
             self.recover()
         self.reset(discard=self.all_units())
@@ -376,7 +377,7 @@ class Runtime:
 
         Args:
             units: the units of the models that failed; others go on. None for all: after an interrupt, since no record can be
-                trusted, or after ranks agreed that a step failed, since each may have stopped elsewhere.
+                trusted; after ranks agreed that a step failed, since each may have stopped elsewhere; after a failed capture.
             discard: the units whose gradients of earlier backwards, which are not in `.grad` yet, go as well.
         """
         everything, units = units is None, self.all_units() if units is None else units
@@ -465,7 +466,7 @@ class RunningBackward:
 
     def mark_raised(self, _: object = None) -> None:
         """Record that the backward, or its end, raised: put the sharded parameters back at once, without collectives."""
-        self._end = None  # else this runs again once the exception is freed, and with it the caller's frame
+        self._end = None  # else this, called by `end_backward`, runs again when the callback is deleted
         try:
             reached = list(self.units.values())
             for unit in reached:

@@ -56,8 +56,10 @@ def _exchange(tensor: Tensor, moved: Tensor) -> None:
 def replace_with_sharded(parameter: ShardedParameter, original: nn.Parameter) -> None:
     """Register the sharded parameter, with the attributes, hooks and gradient of `original`, in its place."""
     sharded, sharding = parameter.sharded, parameter.sharding
+    hidden = () if sharding.plain_part is None else sharding.plain_part.attributes
     for key, value in original.__dict__.items():
-        sharded.__dict__.setdefault(key, value)
+        if key not in hidden:
+            sharded.__dict__.setdefault(key, value)
     _torch.carry_hooks(original, sharded)
     if parameter.grad_dtype.explicit:
         _torch.set_grad_dtype(sharded, parameter.grad_dtype.dtype)
@@ -141,7 +143,7 @@ def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded:
 
 def all_gather_full(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the full tensor, (sharding.shape), all-gathered over shards and tensor-parallel ranks. Collective."""
-    whole: Any = sharding.to_module(all_gather_unsharded(agreement, sharding, sharded))
+    whole: Any = sharding.to_parallel(all_gather_unsharded(agreement, sharding, sharded))
     return whole if sharding.tensor_parallel is None else agreement.unlogged(partial(full_tensor, whole)).clone()
 
 

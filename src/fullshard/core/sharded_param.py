@@ -285,7 +285,7 @@ class ShardedParameter:
 
         `any_grad_dtype`: autograd keeps gradients in the dtype in which they were computed. Reductions cast them.
         """
-        self.unsharded = nn.Parameter(self.sharding.to_module(view), requires_grad=self.sharded.requires_grad)
+        self.unsharded = self.sharding.to_parameter(view, requires_grad=self.sharded.requires_grad)
         if any_grad_dtype:
             _torch.set_grad_dtype(self.unsharded, None)
         set_replacement(self.unsharded, self.sharded)

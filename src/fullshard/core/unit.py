@@ -84,7 +84,7 @@ class Unit:
         self.groups: list[ParamGroup] = []  # the parameters by dtypes, axis, device and requires_grad
         self._modules = [weakref.ref(module) for module in modules]  # weak, since modules refer to their unit
         self.is_list = len(modules) > 1
-        # The path from the outermost module that ran down to the unit's: each parent, and the name of its child on the path.
+        # The path to the unit's module from the outermost one that ran: each parent, and the name of its child on the path.
         self.path: list[tuple[weakref.ref[nn.Module], str]] = []
         self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules, and the handles of their hooks
         # Running forwards of its modules, outermost first: the id of the module, the index of the forward in `Runtime.trace`,
@@ -120,7 +120,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Its qualified name in the outermost module around it that was sharded or ran, else the class of its first module."""
+        """Its qualified name in the module that named it last (`name_units_in`), else the class of its first module."""
         return self.unit_name.name
 
     @property
@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The outermost module around the unit that ran, else the unit's first module; None once that module is deleted."""
+        """The module at the root of `path`, else the unit's first module; None once that module is deleted."""
         return self.path[0][0]() if self.path else self._modules[0]()
 
     @property
@@ -184,7 +184,7 @@ class Unit:
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
         """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
 
-        `first`: run `check` before all others, if it does not communicate.
+        `first`: run `check` before all others; only for a check that does not communicate.
         """
         others = [one for one in self.first_use if one != check]
         self.first_use = [check, *others] if first else [*others, check]
@@ -208,7 +208,7 @@ class Unit:
                 traced = self.forwards[at][1]
                 del self.forwards[at:]
                 break
-        # A forward that raised has no backward. Reshard its unit, or the next forward would compute with these parameters.
+        # A forward that raised has no backward that would reshard its unit. So reshard it now, as after a forward without grad.
         number, grad = record.number, torch.is_grad_enabled() and not failed
         if recomputes:  # the unit stays unsharded until its gradients are reduced
             call = scheduler.after_recompute(number, grad=grad)
@@ -280,7 +280,7 @@ class Unit:
                 runtime.run(scheduler.before_backward(call, stale=stale, again=True, collects=collects))
             if not call.copied:
                 self.hook_late_grads()
-        else:  # a block of no_grad() would cost more than the decision
+        else:  # grad mode is off already; another no_grad() costs more than `before_backward`
             runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
         if record.residency is Residency.FULL:
             for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
@@ -357,7 +357,7 @@ class Unit:
         return self.residency is not Residency.SHARDED and any(group.stale for group in self.groups)
 
     def stale_in_backward(self) -> bool:
-        """Return True if the unsharded parameters are stale, unless this backward prefetched them: its graph needs these."""
+        """Return True if unsharded parameters are stale. Not if this backward prefetched them: its graph has their values."""
         scheduler = self.runtime.scheduler
         return scheduler.prefetched.get(self.record.number) != scheduler.phase and self.stale
 
@@ -373,8 +373,8 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
-        Before the first all-gather, also take over DTensors assigned in other ways, as transformers loads checkpoints. Raises
-        StateError, before any shard changes, if the user assigned another Parameter, or if dtype or device cannot change now.
+        Before new groups' first all-gather, also take over DTensors assigned otherwise, as transformers loads checkpoints.
+        Raises StateError, before a shard changes, if the user assigned another Parameter, or dtype or device cannot change now.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
@@ -555,7 +555,8 @@ class Unit:
                 direct_min_bytes = max(collectives.gather.direct_min_bytes, collectives.reduce.direct_min_bytes)
                 storage = self._storage(direct_min_bytes)
                 members_text = [(p.name, tuple(p.shape), p.sharding.dim) for p in parameters]
-                subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct} {kind.__name__}"
+                parts_text = "".join(p.sharding.plain_part.text for p in parameters if p.sharding.plain_part is not None)
+                subject = f"{self.global_id}.{len(groups)} {members_text} {shared} {storage.direct} {kind.__name__}{parts_text}"
                 log = self.runtime.communicator.log_of(axis)
                 groups.append(
                     kind(
@@ -568,7 +569,7 @@ class Unit:
                         unwritten=unwritten,
                     )
                 )
-        # Nothing above changes a parameter. So after a failure, such as of an allocation, the former groups stay in use.
+        # Only kept gradients have changed, in dtype. So after a failure, as of an allocation, the former groups stay in use.
         unit = weakref.ref(self)
         for group in groups:
             group.bind_parameters()
@@ -612,7 +613,7 @@ class Unit:
 
 
 def late_gradient(reference: weakref.ref[Unit], _: Tensor) -> None:
-    """Enter the backward of a unit that accumulated a gradient although no hook on its outputs ran."""
+    """Let the end of the running backward reduce a gradient of a unit, even if no hook on the unit's outputs ran."""
     unit = reference()
     if unit is None or unit.undone:
         return
@@ -631,7 +632,7 @@ def is_attached(path: Sequence[tuple[weakref.ref[nn.Module], str]]) -> bool:
     equal on all ranks, so the scheduler may depend on it.
     """
     if not path:
-        return True  # the outermost one
+        return True  # the outermost one, or one that no forward has named
     child = path[0][0]()
     for ref, name in path:
         parent = ref()

@@ -53,6 +53,7 @@ def _expect_equal(unit: Unit, originals: Originals | None) -> None:
         description += f"{'' if original.requires_grad else ' frozen'}{' not cast' if parameter.keeps_dtype else ''}"
         description += f" with grad_dtype {grad_dtype.dtype}" if grad_dtype.explicit else ""
         description += f"{f' sharded along dim {parameter.sharding.dim}' if parameter.sharding.dim else ''}{kept}"
+        description += "" if parameter.sharding.plain_part is None else parameter.sharding.plain_part.text
         on_meta = original.device.type == "meta"
         digests = None if on_meta else torch.stack([digest(original), digest(parameter.local)])
         _INITIAL[parameter] = description, digests

@@ -80,7 +80,7 @@ def _unshard(parameter: ShardedParameter, agreement: Agreement) -> None:
             f"{type(parameter.local).__name__} and is a {type(whole).__name__} from now on, since that is what an all-gather "
             "of its class returns. Convert the model again."
         )
-    plain = nn.Parameter(sharding.to_module(whole), requires_grad=sharded.requires_grad)
+    plain = sharding.to_parameter(whole, requires_grad=sharded.requires_grad)
     plain.__dict__.update(user_attributes(parameter.sharded))
     _torch.carry_hooks(sharded, plain)
     if parameter.grad_dtype.explicit:

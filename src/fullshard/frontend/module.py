@@ -45,7 +45,8 @@ class UnshardHandle:
         if unit is not None:
             if unit.undone:
                 raise StateError(
-                    f"Unit '{unit.name}' was undone before wait() of its unshard(). Unshard it again, or drop wait()."
+                    f"Unit '{unit.name}' was undone before wait() of its unshard(). Drop wait(), since undo() has unsharded "
+                    "the parameters."
                 )
             recovered(unit).ensure_unsharded()
             self._unit = None
@@ -133,8 +134,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward of all units at and below this module is the last one of the step.
 
-        A backward that is not the last does not wait for its reductions. The last backward waits for all of them and sets
-        `.grad`.
+        The end of a backward that is not the last waits only for reductions of parameters with gradient hooks. That of the last
+        backward waits for all reductions in flight and sets `.grad`.
 
         Args:
             is_last_backward: False for all microbatches except the last.
@@ -148,7 +149,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         all-gathers. Parameters are all-gathered as often as before.
 
         Args:
-            keep: True keeps the storage; False frees it at the next reshard.
+            keep: True keeps the storage; False frees it, at once if the parameters are sharded now, else at the next reshard.
             recurse: True applies to all units at and below this module, False to this unit only.
         """
         kept = check_bool("keep", keep)
@@ -204,8 +205,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether backward frees the unsharded parameters.
 
-        If it keeps them, they are all-gathered again only after the shards were written, for example by an optimizer step.
-        Units under `ZERO1` and `ZERO2` keep them in any case.
+        If it keeps them, the next forward all-gathers them again only if the shards were written since, for example by an
+        optimizer step. Units under `ZERO1` and `ZERO2` keep them in any case.
 
         Args:
             reshard_after_backward: False keeps the unsharded parameters, for steps of several microbatches.
@@ -253,7 +254,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Set whether backward all-reduces gradients over the replicas of a hybrid mesh (HSDP).
 
         If False, backward only reduce-scatters the gradients, and accumulates the results in the reduce dtype until a backward
-        with all-reduce. It has no effect without replicas.
+        with all-reduce. Without replicas it affects scalar parameters only, which are replicated on every mesh.
 
         Args:
             requires_all_reduce: False defers the all-reduce over replicas to a later backward.
@@ -467,8 +468,8 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # of a backward after the caller called unshard()
-        for group in unit.groups:  # torch's zero_grad reaches registered parameters
+                parameter.unsharded.grad = None  # that no backward reduced, as of a use outside of forward after unshard()
+        for group in unit.groups:  # what is kept; torch's zero_grad clears `.grad` of registered parameters
             if group.grads.has_local:
                 group.grads.discard()
 
@@ -509,7 +510,7 @@ def resident(module: nn.Module) -> Iterator[None]:
         ...     tokens = model.generate(prompt)
     """
     units = units_of(module, True)
-    with ExitStack() as ends:  # reshards all units, even if one raises since the caller wrote to it
+    with ExitStack() as ends:  # if one unit raises, since the caller wrote to it, the others are resharded
         for unit in units:
             unit.enter_resident()
             ends.callback(unit.leave_resident)

@@ -1,4 +1,4 @@
-"""Tied parameters that an earlier unit already owns: decide which unit owns them, so that each has one owner."""
+"""Parameters that an earlier unit already owns, tied ones for example: decide which unit owns each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Ties:
 
     # Parameters that move to the new unit, each with its current owner.
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
-    # Tied parameters of the new unit's modules, each with the sharded parameter it is tied to.
+    # Parameters of the new unit's modules that other units own, each with its sharded parameter.
     refs: list[tuple[ParamRef, ShardedParameter]] = field(default_factory=list)
 
     def take(self) -> list[ShardedParameter]:
