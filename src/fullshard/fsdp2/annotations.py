@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from fullshard import _torch
 from fullshard.core import PLAIN_PARTS, UNIT_CREATED, Originals, PlainPart, ShardAxis, Unit
-from fullshard.fsdp2.full_mesh import FullMeshAxis
 
 
 def _annotated_part(parameter: nn.Parameter, axis: ShardAxis, name: str) -> PlainPart | None:
@@ -35,13 +35,13 @@ def _annotated_part(parameter: nn.Parameter, axis: ShardAxis, name: str) -> Plai
     annotation = _torch.annotation_of(parameter)
     if annotation is None:
         return None
-    if not isinstance(axis, FullMeshAxis):
+    mesh: DeviceMesh | None = getattr(axis, "full_mesh", None)
+    if mesh is None:
         raise ValueError(
             f"Parameter '{name}' is annotated by spmd_types, so fully_shard() needs the mesh of all parallelisms, with "
             "mesh_dim_names, and dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...), which names its data-parallel "
             "axes."
         )
-    mesh = axis.full_mesh
     names = mesh.mesh_dim_names or ()
     own = [_torch.mesh_axis(mesh, one) for one in names]
     axes = _axes_to_restore(annotation, own, name)
@@ -134,7 +134,7 @@ _OF_RUNTIMES = ("run", "end_backward")
 
 def _act_without_types(unit: Unit, originals: Originals | None) -> None:
     """Have a unit on a full mesh, and its runtime, act outside of the package's checker, which knows nothing of shards."""
-    if isinstance(unit.axis, FullMeshAxis) and _torch.has_spmd_types():
+    if hasattr(unit.axis, "full_mesh") and _torch.has_spmd_types():
         for owner, names in ((unit, _OF_UNITS), (unit.runtime, _OF_RUNTIMES)):
             for name in names:
                 vars(owner)[name] = _without_types(weakref.ref(owner), getattr(type(owner), name))
