@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -386,3 +388,10 @@ def test_gradients_over_tp_are_summed_in_the_reduce_dtype(world: World) -> None:
     x = torch.full((4,), 256.0 if mesh["tp"].get_local_rank() else 1.0, dtype=torch.bfloat16)
     module(x).sum().backward()
     assert torch.equal(module.weight.grad.full_tensor(), torch.full((4,), 257.0))  # which bfloat16 does not have
+
+
+def test_the_package_is_not_imported_by_fullshard() -> None:
+    torch_imports = "import torch.distributed.fsdp, sys; print('spmd_types' in sys.modules)"
+    ours = "import fullshard, sys; print('spmd_types' in sys.modules)"
+    first, second = (subprocess.check_output([sys.executable, "-c", program]) for program in (torch_imports, ours))
+    assert first == second  # torch 2.15 imports it where it is installed
