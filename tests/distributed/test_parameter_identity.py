@@ -207,7 +207,7 @@ def test_a_module_inside_of_a_unit_that_is_cast_after_the_first_forward_is_refus
     model = shard_stack(Stack(), world.mesh)
     square(model(batch(0))).backward()
     model.head.double()
-    with pytest.raises(StateError, match=r"Parameter 'head.weight' of unit 'Stack' was moved or cast with a module inside"):
+    with pytest.raises(StateError, match=r"Parameter 'head.weight' of unit 'Stack' was moved or cast by a call on a module"):
         model(batch(0))
     model.double()
     square(model(batch(0).double())).backward()

@@ -48,8 +48,8 @@ class RankState:
 class WaitState:
     """The call that one thread waits for.
 
-    On the CPU, the thread is in the `wait` of this call. On an asynchronous device, it may also be the oldest call that the
-    device has not completed.
+    The thread is in the `wait` of this call. On an asynchronous device the call may instead be the oldest one that the device
+    has not completed.
 
     A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
     stops the device first, and the host only later, in any code that synchronizes.

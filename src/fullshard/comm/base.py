@@ -97,7 +97,7 @@ class Collectives(Protocol):
         """Start an all-reduce (sum), in place.
 
         Args:
-            tensor: (size,), read and written; gradients, or int32.
+            tensor: read and written; flat gradients, (size,), or a norm, ().
 
         Returns:
             The started work.
@@ -105,7 +105,7 @@ class Collectives(Protocol):
         ...
 
     def all_reduce_max(self, tensor: Tensor) -> Started:
-        """Start an all-reduce (maximum), in place. Heartbeats and set-up use it for small integers.
+        """Start an all-reduce (maximum), in place: of small integers of heartbeats and agreements, or of a norm.
 
         Args:
             tensor: (size,), read and written.

@@ -40,7 +40,7 @@ class Heartbeat:
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
     It is read when that costs nothing: at once on the CPU, in a later step on an accelerator. A rank needs the flags at once
-    only if it did not use a parameter whose `.grad` is None: the host must leave it None if no rank used the parameter.
+    only for a parameter that it did not use and whose `.grad` is None: this stays None unless another rank used it.
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.

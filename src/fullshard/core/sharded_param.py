@@ -70,7 +70,7 @@ def current_parameter(tensor: Tensor) -> Tensor:
 
 
 def replacement_generation() -> int:
-    """Return a number that changes with every replacement: until then, results of `replacement_of` are current."""
+    """Return a number that changes with every replacement. While it is the same, results of `replacement_of` are current."""
     return _Replacements.generation
 
 
@@ -80,8 +80,7 @@ _COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: a tensor wi
 def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
     """Return a DTensor like `tensor` that shares a version counter with all others of its device that got these `counters`.
 
-    One read then shows whether any of them was written by an operator of DTensor, also on the result of `detach()`, as in a
-    state dict.
+    One read then shows whether an operator of DTensor wrote any of them, or the result of a `detach()`, as in a state dict.
     """
     if tensor.is_inference():
         return tensor  # without a counter
@@ -274,7 +273,7 @@ class ShardedParameter:
     def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """Return a DTensor with the placements of the sharded parameter and the local tensor `local`."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.sharding.is_plain:
-            # torch.save takes a DTensor with a storage offset for one that has memory.
+            # A storage offset gives the wrapper an address, and torch.save then takes it for a tensor with memory of its own.
             return _torch.dtensor(_torch.as_own_storage(local), self.sharding.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 
@@ -310,8 +309,8 @@ class ShardedParameter:
     def read_slots(self, *, assigned: bool, dtensors: bool = False) -> Tensor:
         """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
 
-        assigned: True to accept other Parameters in the slots, unsharded or sharded like this one; the last one counts, as
-        for load_state_dict(). `dtensors` alone accepts DTensors that have no unit. Others and empty slots raise StateError.
+        assigned: accept any other Parameter in a slot, full or sharded like this one, as after load_state_dict(); the last
+        slot counts. dtensors: accept DTensors that belong to no unit. All else, and an empty slot, raises StateError.
         """
         found = _torch.local_part(self.sharded)
         for slot in self.slots:
@@ -325,7 +324,7 @@ class ShardedParameter:
         return found
 
     def take_slots(self) -> None:
-        """Put the sharded parameter back in slots that hold another one, which it replaces, and drop its former `.grad`."""
+        """Put the sharded parameter back in slots that hold another one, note that it replaces that, and clear its `.grad`."""
         for slot in self.slots:
             current = slot.content
             if current is not None and current is not self.sharded:
@@ -336,12 +335,12 @@ class ShardedParameter:
                 slot.put(self.sharded)
 
     def foreign_error(self, slot: ParamSlot) -> StateError:
-        """Return the error for a slot that does not hold the sharded parameter, or holds it with memory of its own."""
+        """Return the error for a slot with another parameter, or with the sharded one after a move out of the flat shard."""
         current = slot.content
         if current is self.sharded:
             return StateError(
-                f"Parameter '{self.name}' of unit '{self.unit_name.name}' was moved or cast with a module inside of its unit. "
-                "Call to(), half() etc. on the module that was passed to fully_shard(), or on one around it, or cast before "
+                f"Parameter '{self.name}' of unit '{self.unit_name.name}' was moved or cast by a call on a module inside of its "
+                "unit. Call to(), half() etc. on the module that was passed to fully_shard(), or on one around it, or cast before "
                 "fully_shard()."
             )
         return StateError(

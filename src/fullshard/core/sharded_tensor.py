@@ -33,7 +33,8 @@ class ShardedDTensor(DTensor):
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error: it computes with a plain DTensor over the same memory, names the parameter in errors, and
-    records writes. Optimizers step with plain DTensors (`use_plain_dtensor`). Reading `.grad` or `.shape` costs nothing extra.
+    records writes. Optimizers step with the local tensors (`LocalStep`) or with plain DTensors (`use_plain_dtensor`). Reading
+    `.grad` or `.shape` costs nothing extra.
     """
 
     @classmethod
@@ -72,7 +73,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A DTensor with the same memory and a separate version counter. Writes to this DTensor are recorded all the same."""
+        """A DTensor over the same memory, whose wrapper has a version counter of its own. Writes to it are recorded, too."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made
@@ -160,7 +161,7 @@ def _note_change(tensor: Tensor) -> None:
         group.must_look = True
 
 
-# Per thread: an outermost forward calls `restore_subclass`, also while an optimizer steps in another thread.
+# Per thread, so that a forward, which calls `restore_subclass`, does not disturb an optimizer that steps in another thread.
 _SWITCHED = threading.local()
 
 

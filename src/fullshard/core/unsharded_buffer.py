@@ -26,7 +26,7 @@ class GroupCollectives:
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
     replicate: ObservedCollectives | None  # over the replicas; None without them
-    whole: ObservedCollectives  # all-gather over all ranks with shards: `gather`, or one collective in place of two hops
+    whole: ObservedCollectives  # all-gather over all ranks that hold shards: `gather`, or under HFSDP one in place of two hops
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
 
@@ -222,7 +222,7 @@ class FlatBuffer(UnshardedBuffer):
         self._custom_output: list[Tensor] = []  # of a custom all-gather, allocated at its start; `keep` keeps it
         self._layout, self._dtypes, self._collectives, self._devices = layout, dtypes, collectives, storage
         self._gather = self._plan(shard)  # the all-gather over all ranks
-        # The all-gather among the k ranks of `reshard_after_forward=k`, valid once: for the shards that forward computed with.
+        # The all-gather among the k ranks of `reshard_after_forward=k`: run once, dropped if shards were written since forward.
         self._subgroup_gather: AllGather | None = None
         # This rank's part of the buffer, (unsharded_numel / k,): the input of that all-gather.
         self._subgroup_shard: Tensor | None = None

@@ -75,9 +75,9 @@ def fully_shard(  # type: ignore[misc]
     while this one computes, and free the unsharded parameters afterwards. Backward reduce-scatters the gradients and sets
     `.grad` to DTensors, averaged over the mesh.
 
-    If a tied parameter already belongs to another unit, the unit around both modules owns it. If two modules share a
-    parameter and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made top-down, an
-    inner module takes its parameters from the unit around it.
+    A parameter that is tied to one of a unit inside of `module` belongs to the new unit, which is around both. If two modules
+    share a parameter and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made
+    top-down, an inner module takes its parameters from the unit around it.
 
     Args:
         module: a module with a forward, or a list of modules that form one unit. The parameters of a list are unsharded
@@ -103,11 +103,11 @@ def fully_shard(  # type: ignore[misc]
             program, and all parameters must be DTensors on it.
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
-        sync: "check" takes digests now, and compares the ranks in the first forward of the model: unless written in
-            between (loaded, broadcast, initialized), values must be equal on all ranks; replicas in any case. The error names
-            the first parameter that differs, for example because of different seeds. "broadcast" copies the parameters and
-            buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the environment takes the place of
-            "check".
+        sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
+            shards. Values that were not written since (loaded, broadcast, initialized) must be equal on all ranks. The error
+            names the first parameter that differs, for example because of different seeds. "broadcast" copies the parameters
+            and buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the environment takes the
+            place of "check".
 
     Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim. Their mesh and
     `mesh` must be dims of one DeviceMesh with named dims.
@@ -190,7 +190,7 @@ class PreparedShard:
         self._mp_policy, offload_policy = resolve_mp(mp_policy), resolve_offload(offload_policy)
         self._axis, self._placement_fn = resolve_mesh(mesh, dp_mesh_dims), shard_placement_fn
         if states.shards_over_replicas and not CHECK_LEVEL:
-            raise ValueError(f"Expected a level over the shard dim, got {states}: a file is missing. Install fullshard anew.")
+            raise ValueError(f"states={states} needs a file of fullshard that is missing. Install fullshard anew.")
         for check in CHECK_LEVEL:
             check(states, self._axis, dp_mesh_dims)
         keep_after_forward, subgroup_size = parse_reshard_after_forward(reshard_after_forward, self._axis.ranks, states)
@@ -223,7 +223,7 @@ class PreparedShard:
         managed, ties, refs = self._inspect()
         if self._options.sync == "broadcast" and (refs or managed.buffers):
             self._broadcast_values(managed, refs)
-        # The module changes only from here on, after all checks, so an error of the caller leaves it intact.
+        # The module changes only from here on (but for values by sync="broadcast"): an error of the caller leaves it intact.
         home = torch.device("cpu") if isinstance(self._options.offload, CPUOffloadPolicy) else self._axis.device
         for ref in refs:
             move_data(ref.parameter, home)
