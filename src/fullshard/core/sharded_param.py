@@ -339,9 +339,9 @@ class ShardedParameter:
         current = slot.content
         if current is self.sharded:
             return StateError(
-                f"Parameter '{self.name}' of unit '{self.unit_name.name}' was moved or cast by a call on a module inside of its "
-                "unit. Call to(), half() etc. on the module that was passed to fully_shard(), or on one around it, or cast before "
-                "fully_shard()."
+                f"Parameter '{self.name}' of unit '{self.unit_name.name}' was moved or cast by a call on a module inside of "
+                "its unit. Call to(), half() etc. on the module that was passed to fully_shard(), or on one around it, or cast "
+                "before fully_shard()."
             )
         return StateError(
             f"Expected parameter '{self.name}' of unit '{self.unit_name.name}' as fully_shard() registered it, got "
