@@ -35,7 +35,7 @@ class StateStore:
         self.rank, self.size = rank, size  # global rank of this process, number of ranks
         self.notices_read = 0  # number of notices that this rank has read
         self.is_cut_off = False  # whether this rank sends nothing more, because the rank that serves the store ends (`cut_off`)
-        self._last: dict[str, bytes] = {}  # records that were read before the store was cut off
+        self._last: dict[str, bytes] = {}  # states of rank 0, read when the store was cut off
         self._store = store
         self._extended = store.has_extended_api()  # several keys in one request
         self._present: set[str] = set()  # keys known to exist; keys are never deleted
@@ -130,11 +130,11 @@ class StateStore:
 
     # --- the end of the program ---
 
-    # A request to a store that is gone prints a stack trace, also in a correct program, if the rank that serves the store ends
-    # first. So a rank 0 that serves the store announces its end, and waits for a moment until the others send nothing more.
+    # If the rank that serves the store ends first, the next request of any other rank prints a stack trace, even in a correct
+    # program. So a rank 0 that serves the store announces its end, and waits for a moment until the others send nothing more.
 
     def leave(self) -> None:
-        """Send nothing more, because the program ends. If this rank serves the store, first wait until the others know."""
+        """Tell the others that this rank ends. If it serves the store, wait for a moment until they send nothing more."""
         if not (self.is_served_by_first_rank and self.rank == 0):
             self._store.add("left", 1)
             return

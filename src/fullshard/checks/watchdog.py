@@ -217,7 +217,7 @@ class Watchdog:
             self._post_verdict(log, text)
 
     def _why(self, log: CollectiveLog, inquiry: Inquiry, waits: Sequence[WaitState], now: float) -> str | None:
-        """Return the verdict on a log; None if its collectives may complete."""
+        """Return the verdict on a log; None if its collectives may complete, or if more states are awaited."""
         diverged = inquiry.why_diverged()
         if diverged is not None:
             text, names_all = diverged

@@ -24,8 +24,8 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
-"""Backends without ReduceOp.AVG, by what `Backend.name()` returns, in lower case. The name given to `register_backend` may be
-another one, and counts only for process groups written in Python. (MTIA is recognized by its device.)"""
+"""Backends without ReduceOp.AVG: what `Backend.name()` returns, in lower case. The name given to `register_backend` may differ;
+it counts only for process groups in Python that have no backends. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

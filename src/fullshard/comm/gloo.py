@@ -19,7 +19,7 @@ from fullshard.policies import DIRECT_MIN_BYTES
 # usually pass to torch.distributed.send().
 _FIRST_TAG = 0x20000000
 _STAGE_BITS = 4
-_FEW_RANKS = 8  # up to this many ranks, each rank sends to all others
+_FEW_RANKS = 8  # up to this many ranks, each rank sends its tensor to all others in `all_reduce_max`
 
 TensorOfPeer = tuple[Tensor, int]  # a message, and the rank of the peer in the group
 

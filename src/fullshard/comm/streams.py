@@ -46,7 +46,7 @@ class Lane(Protocol):
 
         Args:
             start: starts a collective and returns its work; called once, now or later.
-            finish: called once, on this stream, after the collective completes: copies out of its memory.
+            finish: called once, on this stream, after the collective completes; copies its result, for example.
             after: work of another stream, not waited for yet; `start` is queued behind it instead of behind the compute stream.
 
         Returns:
@@ -235,7 +235,8 @@ def nothing() -> None:
 class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
-    Collectives over replicas run on the all-reduce stream; all others, except all-gathers, on the reduce-scatter stream.
+    Collectives over replicas run on the all-reduce stream. Of the others, all-gathers and all-to-alls run on the all-gather
+    stream, the rest on the reduce-scatter stream. An `Agreement` runs all of its collectives on the reduce-scatter stream.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -248,7 +249,7 @@ class Streams:
         kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
         # The device if it runs asynchronously, as an accelerator does; None for the CPU.
         self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
-        # For copy-ins (casts, copies from host memory): that of the next unit need not wait for the all-gather of this one.
+        # For copy-ins (casts, copies from host memory), so that the next unit's need not wait for the all-gather of this one.
         # None on the CPU, where the copy-in is part of the all-gather.
         self.copy_in_stream = None if self.async_device is None else lanes(device)
         self._are_pollable = kinds == {DeviceStream}  # from any thread, so also from the watchdog's
@@ -342,7 +343,7 @@ class Streams:
             self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = plain
 
     def wait_for_all_streams(self) -> None:
-        """Leave the current wait, and order the compute stream and the host behind all other streams."""
+        """Clear the wait that the watchdog sees, and order the compute stream and the host behind all other streams."""
         if self.wait_state is not None:
             self.wait_state.call = None
         for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):

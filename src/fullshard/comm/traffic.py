@@ -20,8 +20,8 @@ class Message:
     """One collective, or copy to or from the host, recorded by `counting`.
 
     Args:
-        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, full_params); to_device,
-            to_host (CPU offload).
+        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, comparisons of ranks, and
+            calls outside of a step, such as save_weights()); to_device, to_host (CPU offload).
         dtype: element dtype.
         nbytes: bytes of all ranks' chunks together; for all_to_all, to_device and to_host, of this rank only.
         buckets: number of tensors in the call.
@@ -43,7 +43,7 @@ class TrafficCounter:
 
     @contextmanager
     def counting(self, messages: list[Message] | None = None) -> Iterator[list[Message]]:
-        """Yield a list, `messages` or a new one, that receives every message until the block ends."""
+        """Yield a list, `messages` or a new one, that receives all recorded messages (norms have none) until the block ends."""
         messages = [] if messages is None else messages
         self.listeners.append(messages)
         try:

@@ -166,7 +166,7 @@ class Agreement(Ranks):
     def gather_bytes(self, content: bytes, at_most: int | None = None) -> dict[int, bytes]:
         """Return the content of each rank, by global rank in ascending order. Collective.
 
-        at_most: bytes that are sent of each content; None sends all, after one more message for the greatest length.
+        at_most: how many bytes of each content to send; None sends all, after one more message for the greatest length.
         """
         if at_most is None:
             at_most = int(self.maximum(torch.tensor([len(content)], device="cpu")).item())
@@ -184,7 +184,7 @@ class Agreement(Ranks):
         return dict(sorted(found.items()))
 
     def who_differs(self, content: bytes) -> str:
-        """Return which ranks have other bytes of equal length, as "between rank 0 and ranks 1-3"; "" if none. Collective."""
+        """Return which ranks differ, as "between rank 0 and ranks 1-3"; "" if none. Lengths must be equal. Collective."""
         found = self.gather_bytes(content, at_most=len(content))
         first = next(iter(found))
         others = [rank for rank, other in found.items() if other != found[first]]

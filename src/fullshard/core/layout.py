@@ -50,7 +50,7 @@ class DirectRule:
 
     @classmethod
     def of(cls, limit: float | None, least: float) -> DirectRule:
-        """Return the rule for the caller's `limit`; if None, for the backend's, `least`. If `least` is inf, all are packed."""
+        """Return the rule for the caller's `limit`, or for the backend's `least` if None. If `least` is inf, all are packed."""
         if limit is None or least == inf:
             return cls(least, automatic=least < inf)
         return cls(limit)

@@ -147,7 +147,7 @@ def _forget_dead_subgroups() -> None:
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
     """Return an additional process group of `ranks` beside `owner`, for a role. The first call creates it, on all of `ranks`.
 
-    `name`: equal on all `ranks` and unique among their groups; None: the name of `owner`, if it has all of `ranks`.
+    `name`: equal on all `ranks` and unique among their groups. None takes that of `owner`, which must have all of `ranks`.
     """
     # Kept until torch destroys it or `owner`: if the garbage collector of one rank freed it, that rank would create it again,
     # alone.

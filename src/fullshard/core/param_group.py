@@ -221,7 +221,7 @@ class ParamGroup:
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward): only if replaced.
+        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward): moves may be missed.
         """
         if self.installed:
             return

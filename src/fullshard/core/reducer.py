@@ -55,7 +55,7 @@ class GradientReducer:
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
         # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
         self._keeping: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
-        # Of steps that have not ended. Weak references, so that a model can be deleted before the backward that ends its step.
+        # Reductions of steps that have not ended. Weak references to units, so that models can be deleted before a step ends.
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
         self.replicates = False  # True once a reduction over replicas was started

@@ -106,7 +106,7 @@ class Reduction:
     def __init__(
         self, group: ParamGroup, grads: Sequence[Tensor | None], options: ReduceOptions, *, defer: bool = False
     ) -> None:
-        """Allocate the output, and copy packed and direct gradients into reduce-scatter inputs, on the compute stream.
+        """Allocate the output, and make the reduce-scatter inputs of packed and direct gradients, on the compute stream.
 
         `grads`: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use it. With `defer`
         the reduction over replicas is left to a later reduction of the group.
@@ -122,8 +122,8 @@ class Reduction:
         self.has_hooks = group.has_hooks
         # For each parameter, whether a `prepare_commit` included its gradient; None before the first one.
         self._included: list[bool] | None = None
-        # If a parameter has hooks or gets no gradient: a list of the gradients to commit, as the hooks returned them (None for
-        # a parameter without one), which do not become `group.parts`. Else there is no list, but None.
+        # Only if a parameter has hooks or gets no gradient (else None): the gradients to commit, as the hooks returned them,
+        # with None for a parameter that gets none. They do not become `group.parts`.
         self._gradients: list[Any] | None = None
         self._work: Work | None = None  # the last one: the all-reduce over replicas, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
@@ -258,11 +258,11 @@ class Reduction:
         # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
         self._inputs, self._flat_grads, self._earlier = [], {}, None
         if not self.factors.has_second_step:
-            self.reduced_shard = self._sum = self._flat
+            self.reduced_shard = self._sum = self._flat  # if replicas are deferred, `_flat` is the sum, so the sum stays
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
-        # By dropping the references. If replicas are deferred, `_flat` is the sum, so the sum stays.
+        # By dropping the references.
         self.reduced_shard = self._sum = self._flat
 
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
@@ -461,7 +461,7 @@ def pack(
     factor: float,
     in_place: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Copy and cast the gradients that are not sliced into reduce-scatter inputs, scaled by `factor`.
+    """Make the inputs of packed gradients (copied and cast) and of direct ones (copied only if need be), scaled by `factor`.
 
     `memory` allocates the packed input (None: torch does), unless it is the output itself (`in_place`), in a group of one rank.
     Return the input, (ranks * size,), and its output, (size,), a part of `total`, of each tensor that is reduced.

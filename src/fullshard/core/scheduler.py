@@ -86,8 +86,8 @@ class UnitRecord:
     live_graphs: int = 0
     since: int = -1  # graphs of calls that ended until this time are not counted, since a reset forgot them
 
-    # How many forwards of the unit are in progress. If it has several modules: (module, start) of each forward of one of them
-    # in progress, and the modules that have yet to run.
+    # How many forwards of the unit are in progress. If it has several modules: (module, start) of each module's forward that
+    # is in progress, and the modules that have yet to run.
     running: int = 0
     parts: list[tuple[int, int]] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
@@ -110,14 +110,14 @@ class UnitRecord:
 class ExecutionOrder:
     """Orders in which units were needed in earlier runs, each stored under its first unit, to predict the next units.
 
-    The run that is stored last pushes out the one that was stored longest ago, so that deleted models are forgotten. Which one
-    that is depends on the order of runs alone, never on which models a rank has deleted.
+    Of more than _REMEMBERED_RUNS runs the one that was stored longest ago is dropped, so that deleted models are forgotten.
+    Which one that is depends on the order of runs alone, never on which models a rank has deleted.
     """
 
     runs: dict[int, list[int]] = field(default_factory=dict)
     now: list[int] = field(default_factory=list)
     at: int = 0
-    has_left: bool = False  # True if a known run had another unit in the place of the current one
+    has_left: bool = False  # True if the known run had another unit, or none, in the place of the current one
 
     def expect(self, unit: int, count: int = 1) -> list[int]:
         """Record that `unit` is needed now. Return up to `count` units that are expected next, soonest first."""
@@ -172,7 +172,7 @@ class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
     One scheduler serves all units of a thread on a device, of whichever models. A "run" is one backward, or one
-    outermost forward; successive outermost forwards of one unit each are one run.
+    outermost forward, or successive outermost forwards in each of which only one unit runs.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -326,7 +326,7 @@ class Scheduler:
         return ForwardResult(call, closed, actions)
 
     def _end_part(self, record: UnitRecord, part: int) -> int:
-        """End the forward of a module of a unit of several, and what began inside and never ended. Return its start."""
+        """End the forward of one of a unit's modules, and those inside it that never ended. Return its start, else -1."""
         record.left.discard(part)
         at = next((at for at in reversed(range(len(record.parts))) if record.parts[at][0] == part), None)
         if at is None:
@@ -361,7 +361,7 @@ class Scheduler:
     def expect_backward(self, call: ForwardCall) -> None:
         """Record that an output of `call` requires grad.
 
-        The call of a recomputation, which is pending or whose backward has begun, is not counted twice.
+        A recomputed call that is pending already, or whose backward has begun, is counted in `live_graphs` only.
         """
         record = self._records[call.unit]
         record.live_graphs += 1
@@ -611,8 +611,8 @@ class Scheduler:
     def broken_units(self, reached: Iterable[int]) -> set[int]:
         """Return the units of the step that failed: those in progress, and those pending from its outermost forwards.
 
-        `reached`: those that the backward entered. Not those of other models on the thread, which have outermost
-        forwards of their own.
+        Units of other models on the thread are not among them, as these have outermost forwards of their own. `reached`: units
+        that the backward entered.
         """
         broken = {*reached, *self._entered, *self._recomputing, *self.prefetched}
         last = (self._records[unit].last for unit in broken if unit in self._records)

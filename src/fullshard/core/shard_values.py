@@ -20,7 +20,7 @@ from fullshard.core.subclasses import exact_copy, is_plain
 
 
 def move_data(tensor: Tensor, device: torch.device) -> None:
-    """Move a buffer, or a parameter before it is sharded and its gradient, to `device` in place. Meta tensors stay on meta."""
+    """Move a buffer, or a parameter not sharded yet and its gradient, to `device` in place. Meta tensors stay on meta."""
     if tensor.device.type in ("meta", device.type):
         return
     if isinstance(tensor, DTensor):

@@ -96,7 +96,7 @@ class UnitSnapshot:
 
 @dataclass(frozen=True)
 class ShardedSnapshot:
-    """Snapshot of a sharded model: plain modules with plain local shards, and the data to rebuild the units."""
+    """Snapshot of a sharded model: modules of their original classes, sharded parameters, and the data to rebuild units."""
 
     root: nn.Module  # a copy of the model, without units
     units: list[UnitSnapshot]
