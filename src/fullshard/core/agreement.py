@@ -130,7 +130,7 @@ class Agreement(Ranks):
 
     def unlogged(self, work: Callable[[], T]) -> T:
         """Call `work`, whose collectives are not logged (DTensor's, for example), and return its result."""
-        # After the barrier, all ranks are in this call. The watchdog takes a wait in `work` for a wait in the barrier.
+        # After the barrier, all ranks are in this call. The watchdog is shown a wait in `work` as one in the barrier.
         self.barrier()
         communicator, last = self._communicator, self._last
         if communicator is None or communicator.wait_state is None or last is None:

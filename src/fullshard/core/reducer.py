@@ -217,7 +217,7 @@ class GradientReducer:
             raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived. {remedy}")
 
     def _commit_early(self, left: int) -> None:
-        """Run the hooks and set the gradients of all reductions with hooks but the last `left`, during backward.
+        """During backward, run hooks and set gradients of the oldest reductions with hooks, until `left` of these remain.
 
         Polling must not decide this, since its result differs between ranks, and hooks may start collectives.
         """
@@ -313,7 +313,7 @@ class GradientReducer:
     # --- the end of a step by the user (an extension point) ---
 
     def is_unreduced(self, group: ParamGroup) -> bool:
-        """Return True if the group has gradients that are left, or if no reduction of it has started since `.grad` was set."""
+        """Return True if the group has gradients that are not reduced yet, or started no reduction since `.grad` was set."""
         return group.grads.are_left or not any(reduction.group is group for _, reduction in self._reduced)
 
     def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
@@ -353,8 +353,8 @@ def _undecided_error(unused: ShardedParameter) -> StateError:
     """Return the error for a captured step that does not use this parameter, which has no `.grad`."""
     return StateError(
         f"A graph of the device cannot hold a step that does not use parameter '{unused.name}' of unit "
-        f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Run a step before the "
-        "capture, with zero_grad(set_to_none=False) behind it, or freeze the parameter."
+        f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Before the capture, "
+        "run a step and then zero_grad(set_to_none=False), or freeze the parameter."
     )
 
 

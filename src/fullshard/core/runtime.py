@@ -73,7 +73,7 @@ class Runtime:
         self._numbers = itertools.count()
 
         self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}  # all-gathers in flight: number of the unit -> these
-        # Called as around(move, unit, run) in place of each action, which `run()` carries out; None to just carry it out.
+        # Called as around(move, unit, run) in place of each action; its argument `run()` carries the action out. None: no call.
         self._around: Callable[[Move, Unit, Callable[[], None]], None] | None = None
 
     # --- units ---
@@ -248,7 +248,7 @@ class Runtime:
         end, device = self.end_backward, self.communicator.async_device
         if device is not None:
             # Messages are allocated on the stream of forward, which is the current one here. The end of backward runs on the
-            # stream of backward()'s caller, and reads and frees them there. After it, the stream of forward waits for that one.
+            # stream of backward()'s caller, and reads and frees them there. Then the stream of forward waits for the caller's.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.begin(end)
         self.scheduler.begin_backward()
@@ -256,8 +256,8 @@ class Runtime:
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
 
-        Groups with gradient hooks were committed during backward, one by one, which ran their hooks, but for the last of them.
-        These are committed here: together with the other groups if the step ends, else one by one.
+        Groups with gradient hooks, except the last few, were committed one by one during backward, which ran their hooks. The
+        last few are committed here: together with the other groups if the step ends, else one by one.
         """
         with torch.no_grad():
             try:
@@ -373,7 +373,7 @@ class Runtime:
         return step if kept else []
 
     def reset(self, units: Sequence[Unit] | None = None, *, discard: Sequence[Unit] = ()) -> None:
-        """End the forward and backward that run, without `.grad`, and free the unsharded parameters of these units.
+        """Break off the running forward and backward, set no `.grad`, and free the unsharded parameters of these units.
 
         Args:
             units: the units of the models that failed; others go on. None for all: after an interrupt, since no record can be
@@ -418,7 +418,7 @@ class Runtime:
                 group.drop_unsharded()
                 continue
             group.uninstall()
-            with suppress(StateError):  # memory that numpy uses, which is dropped then
+            with suppress(StateError):  # raised if numpy uses the memory, which is dropped instead of freed
                 group.free_unsharded()
 
 

@@ -84,7 +84,7 @@ class UnitRecord:
     # Calls on this rank whose backward has not begun and whose graph is not freed. It differs between ranks, so it decides
     # what is legal, never what is sent.
     live_graphs: int = 0
-    since: int = -1  # graphs of calls that ended until this time are not counted, since a reset forgot them
+    since: int = -1  # a reset forgot graphs of calls that ended by this time: they are not counted
 
     # How many forwards of the unit are in progress. If it has several modules: (module, start) of each module's forward that
     # is in progress, and the modules that have yet to run.
@@ -281,12 +281,12 @@ class Scheduler:
     def after_forward(self, unit: int, *, grad: bool, part: int | None = None) -> ForwardResult:
         """Reshard the unit according to its policy.
 
-        The forward of a unit of several modules lasts until each has run and none runs. If it is outermost, nothing would end
-        it when a module is skipped, so there each module is a forward of its own.
+        The forward of a unit of several modules lasts until each has run and none runs. An outermost one that skips a
+        module would never end: so when outermost, each module's forward is a call of its own.
 
         Args:
             unit: the unit whose innermost call ends. If other modules of the unit follow, the result has the call so far.
-            grad: True if the forward ran in grad mode and did not raise. Which outputs require grad may differ between ranks.
+            grad: True if it ran in grad mode and did not raise, whether outputs require grad or not: that may differ on ranks.
             part: the module that ends its forward, if the unit has several.
         """
         self.clock += 1
@@ -313,7 +313,7 @@ class Scheduler:
             return ForwardResult(call, closed, actions)
         retention, outermost = record.options.retention, not self.running
         if outermost and call.end - call.start > 1:  # units ran inside
-            # This run must not predict the next outermost forward, of a model that some ranks may have deleted.
+            # End the run: it must not lead to prefetching the next outermost forward, whose model some ranks may have deleted.
             self.forward_order.close()
         if retention is KeepAfterForward.KEPT or record.resident_blocks:
             record.unsharded_by_user = False
@@ -338,7 +338,7 @@ class Scheduler:
     def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
         """End the innermost call of the unit, and first the unended calls inside it that began after `since`.
 
-        `since`: start of the module that ends the call. Calls begun before, inside another module of the unit, stay open.
+        `since`: when the forward of the module that ends the call began. Earlier calls, in the unit's other modules, stay open.
         """
         ended: list[ForwardCall] = []
         for index in range(len(self.running) - 1, -1, -1):

@@ -75,7 +75,7 @@ class Unit:
     ) -> None:
         """Create a unit, and put its parameters into groups. `global_id`: that of the original, for a copy."""
         self.runtime = runtime
-        self.unit_name = UnitName(type(modules[0]).__name__)  # parameters and log share it, so their texts follow a new name
+        self.unit_name = UnitName(type(modules[0]).__name__)  # parameters and log share it, so a new name shows in their texts
         # Equal on all ranks, unlike `number`: ranks may have created other units before.
         self.global_id = next(runtime.communicator.log_of(axis).unit_ids) if global_id is None else global_id
         self.axis = axis
@@ -243,7 +243,7 @@ class Unit:
         """Return True if an exception that is being handled left the running forward of `module`."""
         failure = sys.exc_info()[1]
         handled = next((handled for key, _, handled in reversed(self.forwards) if key == id(module)), None)
-        return failure is not None and failure is not handled  # equal: the caller began the forward while handling it
+        return failure is not None and failure is not handled  # the same: it was handled already when the forward began
 
     def _report_exception(self) -> None:
         """Record the exception that leaves this forward. Other ranks learn of it when it leaves the outermost forward."""
@@ -357,7 +357,7 @@ class Unit:
         return self.residency is not Residency.SHARDED and any(group.stale for group in self.groups)
 
     def stale_in_backward(self) -> bool:
-        """Return True if unsharded parameters are stale. Not if this backward prefetched them: its graph has their values."""
+        """Return True if unsharded parameters are stale, unless this backward prefetched them: its graph used these values."""
         scheduler = self.runtime.scheduler
         return scheduler.prefetched.get(self.record.number) != scheduler.phase and self.stale
 
@@ -373,8 +373,8 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
-        Before new groups' first all-gather, also take over DTensors assigned otherwise, as transformers loads checkpoints.
-        Raises StateError, before a shard changes, if the user assigned another Parameter, or dtype or device cannot change now.
+        Until the first all-gather of new groups, also take over DTensors put on modules directly, as by transformers.
+        Raises StateError, before a shard changes, for another Parameter, or a dtype or device that cannot change now.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
@@ -408,7 +408,7 @@ class Unit:
         for group in self.groups:
             group.count_anew()
 
-    # --- public calls; those that may be illegal check that first ---
+    # --- public calls; one that may be illegal now checks first whether it is ---
     # Callers obtain the unit from `require_unit` or `units_of`, which reset what an interrupt left.
 
     def unshard(self) -> None:
@@ -510,7 +510,7 @@ class Unit:
     # --- options and groups ---
 
     def configure(self, **changes: object) -> None:
-        """Change options that are read at each event. The groups have copies of others: use `reconfigure` for those."""
+        """Change options that are read at each event. Groups copy the other options: change those by `reconfigure`."""
         self.options = replace(self.options, **changes)  # type: ignore[arg-type]
         self._update_record()
 
@@ -569,7 +569,7 @@ class Unit:
                         unwritten=unwritten,
                     )
                 )
-        # Only kept gradients have changed, in dtype. So after a failure, as of an allocation, the former groups stay in use.
+        # Only the dtype of kept gradients has changed so far. If the lines above raised, the former groups stay in use.
         unit = weakref.ref(self)
         for group in groups:
             group.bind_parameters()

@@ -134,8 +134,8 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward of all units at and below this module is the last one of the step.
 
-        The end of a backward that is not the last waits only for reductions of parameters with gradient hooks. That of the last
-        backward waits for all reductions in flight and sets `.grad`.
+        At its end, a backward other than the last waits only for reductions of parameters with gradient hooks. The last one
+        waits for all reductions in flight and sets `.grad`.
 
         Args:
             is_last_backward: False for all microbatches except the last.
@@ -468,14 +468,14 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # that no backward reduced, as of a use outside of forward after unshard()
+                parameter.unsharded.grad = None  # no backward reduced it: used outside of forward, after unshard()
         for group in unit.groups:  # what is kept; torch's zero_grad clears `.grad` of registered parameters
             if group.grads.has_local:
                 group.grads.discard()
 
 
 def meet(units: Sequence[Unit], doing: str) -> None:
-    """Wait for all ranks of these units. Then `doing` creates process groups, on all of these ranks. Collective."""
+    """Wait for all ranks of these units, before the caller, `doing`, creates process groups on all of them. Collective."""
     for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
         unit.agreement(doing).barrier()
 
