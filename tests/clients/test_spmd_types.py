@@ -273,6 +273,24 @@ def test_annotations_that_do_not_fit_the_mesh_are_refused_by_name(world: World, 
     assert all(before[name] is parameter for name, parameter in module.named_parameters())
 
 
+@ranks(8)
+def test_axes_that_are_foreign_missing_or_in_another_order_are_refused_by_name(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "both"))
+    axis = {one: spmd.MeshAxis.of(mesh.get_group(one)) for one in ("ep", "tp")}
+    order = {"partition_spec": spmd.PartitionSpec((axis["tp"], axis["ep"]), None)}
+    kinds = {"dp": spmd.R, "ep": spmd.V, "tp": spmd.V}
+    for build, text in [
+        (lambda: annotated(other, {"dp": spmd.R, "both": spmd.R}), "'weight' is annotated over .*none of the axes"),
+        (lambda: annotated(mesh, {"dp": spmd.R, "tp": spmd.R}), r"says nothing about the axes \['ep'\]"),
+        (lambda: annotated(mesh, kinds, **order), "Dim 0 of parameter 'weight' .*another order"),
+    ]:
+        module = build()
+        with spmd.set_current_mesh(mesh if "both" not in text else other):
+            with pytest.raises(ValueError, match=text):
+                fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
+
+
 @ranks(4)
 def test_an_annotated_parameter_needs_the_full_mesh_with_its_data_parallel_axes(world: World) -> None:
     mesh, _ = mesh_of("dp, tp")

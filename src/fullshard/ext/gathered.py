@@ -83,7 +83,8 @@ class _Gathered(torch.autograd.Function):
         source: _Source = ctx.source
         source.hook()
         pairs = [(one, grad if one.requires_grad else None) for one, grad in zip(source.group.parameters, grads)]
-        own = [None if grad is None else one.sharding.grad_to_local(grad, name=one.name) for one, grad in pairs]
+        reduce = source.group.dtypes.reduce
+        own = [None if g is None else one.sharding.grad_to_local(g, name=one.name, reduce=reduce) for one, g in pairs]
         # Clones, since autograd may share or expand the grads.
         kept = [None if grad is None else grad.clone(memory_format=torch.contiguous_format) for grad in own]
         source.group.grads.accumulate(kept)
