@@ -3,8 +3,9 @@
 TORCH ?=
 PY ?= python3
 VENV := .venv$(TORCH:%=-torch-%)$(addprefix -,$(filter-out python3,$(notdir $(PY))))
-CLIENTS := .venv-clients
 NEWEST := 2.15.0
+CLIENTS := .venv-clients
+CLIENTS_NEWEST := $(CLIENTS)-torch-$(NEWEST)
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs-ready
@@ -104,15 +105,24 @@ try-wheel: wheel  ## install the wheel in an empty environment outside of the ch
 bench: $(READY)  ## compare host time, memory and two-rank speed with torch's FSDP2 and DDP; BENCH=--json keeps the figures
 	@$(PYTHON) benchmarks/run.py $(BENCH)
 
-test-clients: $(CLIENTS)/.ready  ## run accelerate, Trainer, Lightning, peft, torchao, transformers and pipelining on fullshard (installs them)
-	@echo "== running programs of other libraries on fullshard, on two ranks each; about five minutes"
+# torchtitan, and types of spmd_types once more, on the newest torch, which settings of pip may hold back.
+test-clients: $(CLIENTS)/.ready $(CLIENTS_NEWEST)/.ready  ## run accelerate, Lightning, peft, torchao, torchtitan, transformers and others on fullshard (installs them)
+	@echo "== running programs of other libraries on fullshard, on one to eight ranks each; about ten minutes"
 	@$(CLIENTS)/bin/python -m pytest tests/clients
+	@$(CLIENTS_NEWEST)/bin/python -m pytest tests/clients/test_torchtitan.py tests/clients/test_spmd_types.py
 
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	@echo "== creating $(CLIENTS) (once; several minutes)"
 	@python3 -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt torch
 	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt --editable '.[test]' -r tests/clients/requirements.txt
+	@touch $@
+
+$(CLIENTS_NEWEST)/.ready: pyproject.toml tests/clients/requirements-torchtitan.txt
+	@echo "== creating $(CLIENTS_NEWEST) (once; several minutes, mostly for torch)"
+	@python3 -m venv $(CLIENTS_NEWEST)
+	@PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(CLIENTS_NEWEST)/bin/python -m pip --disable-pip-version-check install -qq \
+		--editable '.[test]' torch==$(NEWEST) -r tests/clients/requirements-torchtitan.txt
 	@touch $@
 
 pictures: $(READY)  ## draw the pictures and write the tables of the documentation from the code
