@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from harness import World, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -323,12 +324,17 @@ def test_placements_are_those_of_the_mesh_in_its_order_not_in_that_of_the_annota
     assert torch.equal(module.weight.full_tensor(), rows[:, None] * 10.0 + columns[None])
 
 
+@pytest.mark.parametrize("others", ["R", "I", "S"])
 @ranks(4)
-def test_ranks_that_annotate_differently_raise_with_both_named(world: World) -> None:
+def test_a_rank_that_annotates_alone_is_named_on_all_ranks(world: World, others: str) -> None:
     mesh, dims = mesh_of("dp, tp")
-    module: Any = fully_shard(Scale(mesh, spmd.R if world.rank else spmd.I), mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(fullshard.StateError, match=r"rank 0 has 'weight' .*annotated for .*rank 1 has 'weight'"):
-        module(torch.ones(4)).sum().backward()
+    kinds = {"R": spmd.R, "I": spmd.I, "S": spmd.S(0)}
+    for alone in (kind for kind in kinds if kind != others):
+        # by one rank, and by the ranks of one place in tp, which agree among themselves
+        for where in (world.rank == 0, mesh["tp"].get_local_rank() == 0):
+            module: Any = fully_shard(Scale(mesh, kinds[alone if where else others]), mesh=mesh, dp_mesh_dims=dims)
+            with pytest.raises(fullshard.StateError, match=r"rank 0 has 'weight' .*annotated for .*rank 1 has 'weight'"):
+                module(torch.ones(4))
 
 
 # --- meshes, values and what becomes of the parameters ---
@@ -413,3 +419,77 @@ def test_the_package_is_not_imported_by_fullshard() -> None:
     ours = "import fullshard, sys; print('spmd_types' in sys.modules)"
     first, second = (subprocess.check_output([sys.executable, "-c", program]) for program in (torch_imports, ours))
     assert first == second  # torch 2.15 imports it where it is installed
+
+
+# --- reading, writing and saving: what the same model of DTensors gives ---
+
+
+def pair(mesh: DeviceMesh, dims: Any) -> tuple[Any, Any]:
+    """The same model of annotated parameters and of DTensors, sharded and trained for two steps."""
+    both = tuple(sharded(mesh, dims, kind) for kind in ("annotated", "dtensor"))
+    for model in both:
+        train(model, mesh, steps=2)
+    return both
+
+
+def whole_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+class Whole(nn.Module):
+    """The model with whole parameters on each rank, as they are before any sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ParameterDict({name: whole(name, index) for name in KINDS}) for index in range(2))
+
+
+@pytest.mark.parametrize("name", ["dp, tp", "tp, dp", "rep, dp, tp"])
+@ranks(4)
+def test_checkpoints_load_into_models_that_are_sharded_otherwise_or_not_at_all(world: World, name: str) -> None:
+    mesh, dims = mesh_of(name)
+    model, _ = pair(mesh, dims)
+    expected = whole_of(model)
+    place = world.folder("checkpoint")
+    dcp.save(model.state_dict(), checkpoint_id=place)
+    flat = Whole()
+    fully_shard(flat, mesh=init_device_mesh("cpu", (4,)), ignored_params={one.scale for one in flat.blocks})
+    for other in (Whole(), flat, sharded(mesh, dims, "annotated")):
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=place)
+        other.load_state_dict(state)
+        for key, value in other.state_dict().items():
+            assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, expected[key]), key
+
+
+@ranks(4)
+def test_weights_are_saved_and_loaded_under_their_names(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+    model, _ = pair(mesh, dims)
+    place = world.folder("weights")
+    fullshard.save_weights(model, place)
+    other = sharded(mesh, dims, "annotated")
+    fullshard.load_weights(other, place)
+    expected = whole_of(model)
+    assert all(torch.equal(value, expected[key]) for key, value in whole_of(other).items())
+    streamed = dict(fullshard.iter_full(model))
+    assert all(torch.equal(streamed[key], value) for key, value in expected.items())
+
+
+@ranks(4)
+def test_full_and_gathered_parameters_are_those_of_dtensors(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+    models = pair(mesh, dims)
+    found = []
+    for model in models:
+        with fullshard.full_params(model) as inside, torch.no_grad():
+            for value in inside.parameters():
+                value.mul_(2.0)
+        with fullshard.gathered(model.blocks[0]) as weights:
+            one = weights["up"].to_local() if isinstance(weights["up"], DTensor) else weights["up"]
+            found.append(one.detach().clone())
+            one.square().sum().backward()
+    assert torch.equal(*found)
+    ours, theirs = (whole_of(model) for model in models)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert torch.equal(*(model.blocks[0].up.grad.full_tensor() for model in models))

@@ -49,7 +49,7 @@ def _expect_equal(unit: Unit, originals: Originals | None) -> None:
     kept = "" if size is None else f", reshard_after_forward={size}"
     for parameter, original in originals.items():
         grad_dtype = parameter.grad_dtype
-        description = f"'{parameter.name}' {tuple(original.shape)} {original.dtype}"
+        description = f"'{parameter.name}' {tuple(parameter.shape)} {original.dtype}"
         description += f"{'' if original.requires_grad else ' frozen'}{' not cast' if parameter.keeps_dtype else ''}"
         description += f" with grad_dtype {grad_dtype.dtype}" if grad_dtype.explicit else ""
         description += f"{f' sharded along dim {parameter.sharding.dim}' if parameter.sharding.dim else ''}{kept}"
@@ -104,10 +104,12 @@ def _compare(unit: Unit, _: nn.Module) -> None:
     with torch.no_grad():
         claims = [claim for one in parameters for claim in _claims(one, parallel.values())]
         claims.sort(key=lambda claim: _ORDER.index(claim.error))
-        if claims:
+        # What a parameter is says over which tensor-parallel ranks its values are compared. So they compare that first.
+        first = [claim for claim in claims if not claim.error] if parallel else []
+        for part in filter(None, (first, claims[len(first) :])):
             doing = f"comparison of {len(parameters)} parameters"
-            subject = f"{doing} {len(claims)}"
-            _check(claims, Agreement(unit.runtime.communicator, axes, unit.unit_name, doing, subject))
+            subject = f"{doing} {len(part)}"
+            _check(part, Agreement(unit.runtime.communicator, axes, unit.unit_name, doing, subject))
     for one in units:
         one.first_use = [check for check in one.first_use if check != _compare]
         _ALLOCATED.discard(one)
@@ -153,16 +155,20 @@ def _claims(parameter: ShardedParameter, parallel: Iterable[ShardAxis]) -> Itera
     copies = [axis for index, axis in sharding.tensor_parallel_groups if sharding.placements[index].is_replicate()]
     with_equal_shards = [group for axis in (own, *copies) for group in axis.groups if group is not own.group]
     with_equal_values = [group for axis in (own.hybrid or own, *copies) for group in axis.groups]
+    every = [
+        group for axis in (own.hybrid or own, *(axis for _, axis in sharding.tensor_parallel_groups)) for group in axis.groups
+    ]
     shard = None if parameter.local.device.type == "meta" else digest(parameter.local)
-    if parameter in _INITIAL and with_equal_values:
+    if parameter in _INITIAL and every:
         description, digests = _INITIAL[parameter]
         text = f"{parameter.unit_name.name} {description}"
         hashed = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-        yield _Claim(parameter, with_equal_values, torch.tensor(hashed, device="cpu"), "")
+        yield _Claim(parameter, every, torch.tensor(hashed, device="cpu"), "")
         values, excused = None, torch.tensor(True, device="cpu")
         if digests is not None and shard is not None:
             values, excused = digests[0], shard != digests[1].to(shard.device)
-        yield _Claim(parameter, with_equal_values, values, _DIFFERENT_MODELS, excused)
+        if with_equal_values:
+            yield _Claim(parameter, with_equal_values, values, _DIFFERENT_MODELS, excused)
     if with_equal_shards:
         yield _Claim(parameter, with_equal_shards, shard, _DIFFERENT_REPLICAS)
     if sharding.tensor_parallel is None:
