@@ -500,8 +500,8 @@ class CheckPolicy:
             five seconds later if states are missing). None waits as long as the process group does.
         silence: names of lint warnings to turn off: "root" (the outermost unit has most of the parameters), "optimizer" (an
             optimizer steps plain parameters beside sharded ones), and "added" (trainable parameters were added to a unit
-            after fully_shard), which is an error: silence it if you reduce their gradients yourself. `fullshard.lint(model)`
-            returns further remarks.
+            after fully_shard), which is an error, or a warning if they have hooks on their gradients: silence it if you reduce
+            their gradients yourself. `fullshard.lint(model)` returns further remarks.
 
     Raises:
         ValueError: if a name is unknown, or a number has the wrong type or is below its minimum.

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import World, ranks
-from models import Stack, assert_near, batch, full, shard_stack, square
+from models import Stack, assert_near, assert_same_grads, batch, full, shard_stack, square
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -99,6 +100,30 @@ def test_trainable_parameters_that_nobody_reduces(world: World) -> None:
     late.head = nn.Linear(7, 3)
     (line,) = fullshard.lint(late)
     assert "('head.weight', 'head.bias') were added to unit" in line
+
+
+@pytest.mark.proves("12c")
+@ranks(2)
+def test_added_parameters_with_hooks_on_their_gradients_are_warned_of_and_train(world: World) -> None:
+    """A hook may average the gradient, as those of transformers' Trainer do, or not: there is no proof for an error."""
+    plain = Stack()
+    model = shard_stack(copy.deepcopy(plain), world.mesh)
+    model.head, plain.head = nn.Linear(7, 3), nn.Linear(7, 3)
+    model.head.load_state_dict(plain.head.state_dict())
+
+    def average(parameter: Tensor) -> None:
+        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+    model.head.weight.register_post_accumulate_grad_hook(average)
+    with pytest.raises(StateError, match=r"Parameters \('head.bias'\) were added"):
+        model(world.mine(batch(0)))
+    model.head.bias.register_post_accumulate_grad_hook(average)
+    said = lines(lambda: [square(model(world.mine(batch(0)))).backward() for _ in range(2)])
+    assert len(said) == (world.rank == 0), said
+    assert all("('head.weight', 'head.bias') were added to unit 'Stack'" in line and "average them" in line for line in said)
+    for _ in range(2):
+        square(plain(batch(0))).backward()
+    assert_same_grads(model, plain)
 
 
 @pytest.mark.parametrize("case", ["forgotten root", "added adapter"])

@@ -30,7 +30,7 @@ def _expect_checks(unit: Unit, _: Originals | None) -> None:
 
 
 def _check_training(unit: Unit, root: nn.Module) -> bool:
-    """Raise StateError for added parameters, and warn of an outermost unit that has most of the parameters.
+    """Raise StateError for added parameters, warn of those with hooks, and of an outermost unit with most of the parameters.
 
     Return True in a forward without grad, since a rank may evaluate with parameters of its own, but not train them.
     """
@@ -38,11 +38,21 @@ def _check_training(unit: Unit, root: nn.Module) -> bool:
         return True
     if unit.axis.ranks * unit.axis.replica_count > 1 and "added" not in unit.options.checks.silence:
         added = added_parameters(unit)
-        if added:
+        alone = [name for name, parameter in added.items() if not _torch.have_reduction_hooks([parameter])]
+        if alone:
             raise StateError(
-                f"Parameters ({some_of(added)}) were added to unit '{unit.name}' after fully_shard(), so each rank would train "
+                f"Parameters ({some_of(alone)}) were added to unit '{unit.name}' after fully_shard(), so each rank would train "
                 "them alone. Add them before fully_shard(), call fully_shard() on the module that holds them, freeze them, or, "
                 "if you reduce their gradients yourself, pass CheckPolicy(silence=('added',))."
+            )
+        # A hook may reduce the gradient, as those of transformers' Trainer do, or step an optimizer: an error needs proof.
+        if added and unit.axis.is_first_rank:
+            warn_once(
+                f"Parameters ({some_of(list(added))}) were added to unit '{unit.name}' after fully_shard(). They have hooks on "
+                "their gradients, which must average them over all ranks, since no unit does. If they do, silence this warning "
+                "by CheckPolicy(silence=('added',)).",
+                LintWarning,
+                subject="added parameters with hooks",  # adapters are in every unit: one warning tells of all
             )
     if unit.axis.is_first_rank and "root" not in unit.options.checks.silence and not unit.runtime.scheduler.running:
         for line in remarks_on_root(sizes_of(units_of(root, True))):
@@ -63,12 +73,12 @@ def _refuse_max_norm(unit: Unit, _: nn.Module) -> None:
                 )
 
 
-def added_parameters(unit: Unit) -> list[str]:
-    """Return the names of trainable parameters of a unit's own modules whose gradients no unit reduces."""
+def added_parameters(unit: Unit) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of a unit's own modules whose gradients no unit reduces, by name."""
     ranks = set(unit.axis.mesh.mesh.flatten().tolist())
     # A parameter that the user assigns to one of these is adopted or refused by the unit itself.
     slots = {(id(slot.parameters), slot.name) for parameter in unit.parameters for slot in parameter.slots}
-    found: list[str] = []
+    found: dict[str, nn.Parameter] = {}
     for root in unit.modules:
         paths = {id(module): f"{path}." if path else "" for path, module in root.named_modules()}
         replicated = (
@@ -81,7 +91,7 @@ def added_parameters(unit: Unit) -> list[str]:
                 if parameter is None or not parameter.requires_grad or (id(parameters), name) in slots:
                     continue
                 if not is_ignored(parameter) and not _is_reduced(parameter, ranks):
-                    found.append(clean_name(paths[id(module)] + name))
+                    found[clean_name(paths[id(module)] + name)] = parameter
     return found
 
 

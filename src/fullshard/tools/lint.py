@@ -58,8 +58,8 @@ def _unreduced(model: nn.Module, units: list[Unit]) -> Iterator[str]:
     for unit in units:
         if unit.axis.ranks * unit.axis.replica_count > 1 and (added := ext.remarks.added_parameters(unit)):
             yield (
-                f"Parameters ({some_of(added)}) were added to unit '{unit.name}' after fully_shard(), so each rank trains them "
-                "alone. Add them before, or call fully_shard() on the module that holds them."
+                f"Parameters ({some_of(list(added))}) were added to unit '{unit.name}' after fully_shard(), so each rank "
+                "trains them alone. Add them before, or call fully_shard() on the module that holds them."
             )
     ignored = [clean_name(name) for name, p in model.named_parameters() if is_ignored(p) and p.requires_grad]
     if ignored:
