@@ -1,4 +1,4 @@
-"""transformers on sharded models: generate, and the sharding that transformers does itself."""
+"""transformers on sharded models: `generate` gives the tokens of one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 import tiny
-from launch import assert_sharded_by_us, full, launch, mean_over_ranks, shared_folder
+from launch import assert_sharded_by_us, launch, mean_over_ranks
 
 STEPS, NEW = 3, 10
 
@@ -94,29 +94,3 @@ def _between_steps(rank: int, size: int) -> None:
 
 def test_generate_between_training_steps_sees_the_new_weights():
     launch(_between_steps)
-
-
-def _own_path(rank: int, size: int, *, options: dict[str, Any]) -> None:
-    from transformers import LlamaForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    path = shared_folder() / "model"
-    if rank == 0:
-        tiny.llama().save_pretrained(path)
-    torch.distributed.barrier()
-    model = LlamaForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**options), dtype=torch.float32)
-    assert_sharded_by_us(model)
-    assert_sharded_by_us(model.model.layers[0])
-    model.train()
-    reference = tiny.llama()
-    tiny.assert_near(_fit(model, rank, size), tiny.train(reference, steps=STEPS)[0], "losses")
-    want = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        tiny.assert_near(full(parameter.detach()), want[name].detach(), name, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("size", "options"), [(2, {"fsdp_size": 2}), (4, {"fsdp_size": 2, "dp_replicate_size": 2})], ids=["shard", "hybrid"]
-)
-def test_a_model_sharded_by_from_pretrained_trains_like_one_process(size, options):
-    launch(_own_path, size=size, options=options)
