@@ -11,16 +11,16 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import tiny
-from launch import assert_sharded_by_us, full, launch, let_accelerate_shard_on_cpu, mean_over_ranks
+from launch import PEER, assert_sharded_by_us, full, launch, let_accelerate_shard_on_cpu, mean_over_ranks
 
 STEPS = 4
 
 
-def _adapted(seed: int = 0) -> Any:
+def _adapted(base: Any = None) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    base = tiny.llama()
-    torch.manual_seed(seed)
+    base = tiny.llama() if base is None else base
+    torch.manual_seed(0)
     config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(base, config)
     for name, parameter in model.named_parameters():
@@ -94,6 +94,31 @@ def _switch_off(rank: int, size: int) -> None:
 
 def test_switching_adapters_off_and_on_does_not_disturb_training():
     launch(_switch_off)
+
+
+def _injected(rank: int, size: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny.llama()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model, reference = _adapted(model), _adapted()
+    if not PEER:  # torch's FSDP2 leaves each rank with adapters of its own
+        ways = r"q_proj.lora_A.*Add them before fully_shard\(\), call fully_shard\(\) on the module that holds them"
+        with pytest.raises(RuntimeError, match=ways):
+            tiny.loss_of(model, tiny.mine(tiny.tokens(0), rank, size))
+    for module in list(model.modules()):
+        for adapters in (getattr(module, "lora_A", {}), getattr(module, "lora_B", {})):
+            for adapter in adapters.values():
+                fully_shard(adapter)
+    tiny.assert_near(_fit(model, rank, size), tiny.train(reference, steps=STEPS)[0], "losses")
+    _same_adapters(model, reference)
+
+
+def test_adapters_injected_into_a_sharded_model_raise_until_they_are_sharded():
+    """Elsewhere each rank trains its own copy, silently. The error names two ways: inject before, or shard the adapters."""
+    launch(_injected)
 
 
 def _accelerated(rank: int, size: int) -> None:
