@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,3 +228,87 @@ def _trainer(rank: int, size: int, *, distributed: bool) -> None:
 @pytest.mark.parametrize("distributed", [True, False], ids=["shards", "one_file"])
 def test_trainer_fits_and_resumes_like_one_process(distributed):
     launch(_trainer, distributed=distributed)
+
+
+# --- Slurm -------------------------------------------------------------------------------------------------------------
+
+
+def _requeued(rank: int, size: int, *, within_a_step: bool, distributed: bool) -> None:
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from lightning.pytorch.trainer.connectors import signal_connector
+
+    slurm = {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NTASKS": size, "NTASKS_PER_NODE": size, "JOB_ID": 4711}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()})
+    folder, requeued_at = shared_folder(), 2
+
+    class Module(pl.LightningModule):
+        def __init__(self, net: nn.Module, *, told: bool) -> None:
+            super().__init__()
+            self.net, self.told, self.losses = net, told, {}
+
+        def tell(self, now: bool) -> None:
+            if now and self.told and self.global_step == requeued_at:
+                self.told = False
+                os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm does to every rank before the time is up
+
+        def configure_model(self) -> None:
+            _shard(self.net, self.device_mesh)
+
+        def training_step(self, batch: int, number: int) -> Tensor:
+            loss = self.net(tiny.mine(_batch(self.global_step), rank, size)).square().mean()
+            self.tell(within_a_step)
+            self.losses[self.global_step] = mean_over_ranks(loss.item())
+            return loss
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            self.tell(not within_a_step)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def fit(module: Module) -> None:
+        strategy = ModelParallelStrategy(
+            data_parallel_size=size, tensor_parallel_size=1, save_distributed_checkpoint=distributed
+        )
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=size,
+            strategy=strategy,
+            plugins=[SLURMEnvironment(auto_requeue=True)],
+            max_steps=STEPS,
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(range(STEPS), batch_size=None))
+
+    first = Module(_net(), told=True)
+    with mock.patch.object(signal_connector, "call", return_value=0) as called:
+        fit(first)
+    assert [one.args[0] for one in called.call_args_list] == [["scontrol", "requeue", "4711"]] * (rank == 0)
+    assert (folder / "hpc_ckpt_1.ckpt").exists()
+    torch.manual_seed(1)
+    second = Module(Net(), told=False)
+    fit(second)  # without a path: Lightning finds the checkpoint by itself, on Slurm
+
+    reference = _net()
+    expected, _ = _reference(reference, steps=STEPS, accumulate=1, max_norm=float("inf"))
+    tiny.assert_near(list(first.losses.values()), expected, "losses of the run that was told to requeue, and went on")
+    assert list(second.losses) == list(range(requeued_at, STEPS))
+    tiny.assert_near(list(second.losses.values()), expected[requeued_at:], "losses of the requeued run")
+    for module in (first, second):
+        _same_parameters(module.net, reference)
+
+
+@pytest.mark.parametrize(
+    ("within_a_step", "distributed"), [(False, True), (True, False)], ids=["after_a_step", "within_a_step"]
+)
+def test_a_slurm_requeue_saves_all_ranks_and_resumes_like_an_uninterrupted_run(within_a_step, distributed):
+    """The signal comes after a step, or between a forward and its backward, with root parameters gathered. The checkpoint has
+    shards or is one file."""
+    launch(_requeued, within_a_step=within_a_step, distributed=distributed)
