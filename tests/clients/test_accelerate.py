@@ -81,9 +81,12 @@ def _train(
     # loading that is sparing of memory: only rank 0 has the weights
     model = tiny.llama(seed=rank if ram_efficient else 0, tied=tied)
     model, optimizer = _prepare(accelerator, model)
+    reference = tiny.llama(tied=tied)
+    before = reference.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), before[name]), f"{name} is not that of rank 0"
     losses, norms = _fit(accelerator, model, optimizer, rank, size)
 
-    reference = tiny.llama(tied=tied)
     want_losses, want_norms = tiny.train(reference, steps=STEPS, accumulate=ACCUMULATE, max_norm=MAX_NORM, optimizer=tiny.adamw)
     tiny.assert_near(losses, want_losses, "losses")
     tiny.assert_near(norms, want_norms, "gradient norms", 1e-4)
