@@ -15,6 +15,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World, ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -493,3 +499,109 @@ def test_full_and_gathered_parameters_are_those_of_dtensors(world: World) -> Non
     ours, theirs = (whole_of(model) for model in models)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert torch.equal(*(model.blocks[0].up.grad.full_tensor() for model in models))
+
+
+@ranks(4)
+def test_full_state_dicts_of_model_and_optimizer_are_read_and_loaded_from_rank_0(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+    models = [sharded(mesh, dims, "annotated") for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+    train_with(models[0], optimizers[0], mesh, range(2))
+    everything, from_rank_0 = (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    weights, states = get_state_dict(models[0], optimizers[0], options=everything)
+    assert all(torch.equal(value, weights[name]) for name, value in whole_of(models[0]).items())
+    given = copy.deepcopy((weights, states)) if world.rank == 0 else ({}, {})  # torch loads `step` without a copy
+    set_model_state_dict(models[1], given[0], options=from_rank_0)
+    set_optimizer_state_dict(models[1], optimizers[1], given[1], options=from_rank_0)
+    for model, optimizer in zip(models, optimizers):
+        train_with(model, optimizer, mesh, range(2, 4))
+    assert all(map(torch.equal, *(whole_of(model).values() for model in models)))
+
+
+def train_with(model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: range) -> None:
+    for step in steps:
+        model(batch(mesh, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- what may stand beside an annotated parameter, and be set on it ---
+
+
+@ranks(4)
+def test_dtensors_buffers_and_ignored_parameters_may_stand_beside_annotated_ones(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+    module: Any = Block(mesh, 0, "annotated")
+    module.up = make(mesh, "up", 0, "dtensor")
+    with spmd.set_current_mesh(mesh):
+        spmd.assert_type(module.up.to_local(), {"dp": spmd.R, "tp": spmd.S(0)})  # a DTensor is one with types, too
+    module.register_buffer("offset", torch.zeros(DIM))
+    module.extra = nn.Parameter(torch.zeros(DIM))
+    fully_shard(module, mesh=mesh, dp_mesh_dims=dims, ignored_params={module.extra})
+    known = fully_shard(Block(mesh, 0, "dtensor"), mesh=mesh, dp_mesh_dims=dims)
+    for model in (module, known):
+        model(batch(mesh, 0)).square().mean().backward()
+    assert type(module.extra) is nn.Parameter and not isinstance(module.extra, DTensor)
+    for name in KINDS:
+        assert torch.equal(*(getattr(model, name).grad.full_tensor() for model in (module, known))), name
+
+
+@ranks(4)
+def test_an_annotated_dtensor_is_a_dtensor(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+    module = nn.Module()
+    module.weight = make(mesh, "up", 0, "dtensor")
+    module.weight._local_type = dict(annotated(mesh, {"dp": spmd.R, "tp": spmd.I}).weight._local_type)
+    fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    module.unshard()
+    assert isinstance(module.weight, DTensor)
+
+
+@ranks(4)
+def test_parameters_keep_their_flags_ties_and_identity(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = annotated(mesh, {"dp": spmd.R, "tp": spmd.I})
+            self.second = nn.Module()
+            self.second.weight = self.first.weight
+            self.frozen = annotated(mesh, {"dp": spmd.R, "tp": spmd.S(0)}).weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.first.weight, self.frozen))
+            assert self.first.weight is self.second.weight
+            return ((x @ self.first.weight).tanh() @ self.second.weight) * self.frozen.sum()
+
+    seen: list[Any] = []
+    given: list[Any] = []
+    model: Any = Tied()
+    originals = list(model.parameters())
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda one: given.append(one))
+    assert len(given) == 2 and all(any(one is original for original in originals) for one in given)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, True]
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(one is other for one, other in zip(*seen)) and type(seen[0][0]) is nn.Parameter
+    assert model.first.weight is model.second.weight and model.first.weight.grad is not None and model.frozen.grad is None
+
+
+@ranks(8)
+def test_an_int_reshards_annotated_parameters_to_fewer_ranks(world: World) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    losses = [
+        train(sharded(mesh, DataParallelMeshDims("dp"), "annotated", reshard_after_forward=how), mesh) for how in (True, 2)
+    ]
+    assert all(map(torch.equal, *losses))
+
+
+@ranks(4)
+def test_a_current_mesh_of_other_ranks_is_refused_by_name(world: World) -> None:
+    mesh, dims = mesh_of("dp, tp")
+    module = annotated(mesh, {"tp": spmd.R})
+    with spmd.set_current_mesh(mesh["tp"]), pytest.raises(ValueError, match="current mesh of spmd_types has the axes"):
+        fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
