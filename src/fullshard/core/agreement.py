@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName, listed
 from fullshard.comm.base import Collectives, Started
+from fullshard.comm.streams import CollectiveCall
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis, group_of
 from fullshard.core.subclasses import plain_parts
@@ -220,25 +221,32 @@ class Agreement(Ranks):
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
                 start = partial(dist.broadcast, message, source, group=group, async_op=True)
-                self._send(self.groups[group], group, [moved], start)
+                self._send(self.groups[group], group, [moved], start).wait()
             if moved is not mine:
                 mine.copy_(moved)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> None:
-        """Exchange parts of 1-D tensors, on `device`, between all ranks. Sizes are in elements, one per rank, in rank order."""
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+    ) -> CollectiveCall:
+        """Start to exchange parts of 1-D tensors, on `device`, between all ranks. Return the call, to be waited for.
+
+        Sizes are in elements, one per rank, in rank order.
+        """
         first, axis = next(iter(self.groups.items()))
         group = group_of(self.ranks, first)
         parts = received, sent, list(received_sizes), list(sent_sizes)
-        self._send(axis, group, [received], partial(dist.all_to_all_single, *parts, group=group, async_op=True))
+        return self._send(axis, group, [received], partial(dist.all_to_all_single, *parts, group=group, async_op=True))
 
     # --- running and logging ---
 
     def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], Started]) -> None:
         assert self._communicator is not None
         collectives = self._communicator.collectives_of_group(group)
-        self._send(self.groups[group], group, fulls, partial(start, collectives))
+        self._send(self.groups[group], group, fulls, partial(start, collectives)).wait()
 
-    def _send(self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]) -> None:
+    def _send(
+        self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]
+    ) -> CollectiveCall:
         communicator = self._communicator
         assert communicator is not None
         fingerprints = self._fingerprints.get(axis.key)
@@ -250,9 +258,8 @@ class Agreement(Ranks):
             communicator.traffic.record("talk", fulls, group.size())  # the `Message.kind` that users see in `counting()`
             return start()
 
-        sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, recorded)
-        sent.wait()
-        self._last = sent
+        self._last = sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, recorded)
+        return sent
 
 
 def _bytes_in(tensor: Tensor) -> bytes:

@@ -91,6 +91,10 @@ class Exchange:
 
     def run(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive values. Collective."""
+        self.start(sends, receives)()
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Start to send and receive values. Return a function that waits for them; until it was called, start nothing else."""
         device = self._group.device
         sends, receives = (sorted(messages, key=attrgetter("rank")) for messages in (sends, receives))
         # Pack on the device of the values, so that one copy moves all of them to the device of the process group.
@@ -99,10 +103,18 @@ class Exchange:
             place.copy_(send.tensor)
             self.sent += send.nbytes
         incoming, in_sizes = self._buffer("in", device, receives)
-        self._group.all_to_all(incoming, outgoing.to(device), in_sizes, out_sizes)
-        incoming = incoming.to(receives[0].tensor.device if receives else device)
-        for receive, place in zip(receives, _places(incoming, [(one.tensor.shape, one.dtype) for one in receives])):
-            receive.tensor.copy_(place)
+        sent = [outgoing.to(device)]  # kept until the call is over
+        call = self._group.start_all_to_all(incoming, sent[0], in_sizes, out_sizes)
+
+        def finish() -> None:
+            call.wait()
+            sent.clear()
+            arrived = incoming.to(receives[0].tensor.device if receives else device)
+            places = _places(arrived, [(one.tensor.shape, one.dtype) for one in receives])
+            if receives:
+                torch._foreach_copy_([one.tensor for one in receives], places)
+
+        return finish
 
     def _buffer(self, which: str, device: torch.device, messages: Sequence[Message]) -> tuple[Tensor, list[int]]:
         """Return (memory for messages in rank order, bytes of each rank)."""

@@ -29,6 +29,7 @@ from fullshard.weights.allocating import check_values
 from fullshard.weights.boxes import ModelTensor
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, cast_dtype, map_keys
+from fullshard.weights.receiver import Receiver
 from fullshard.weights.targets import ModelEntry, tensors_of, with_values
 
 To = str | int | dist.ProcessGroup
@@ -59,7 +60,7 @@ def iter_full(
         key_map: as in `save_weights`, from names of the model to names of the engine. Tensors that rules join or compute are
             copies.
         to: ranks that receive the tensors: "all", a global rank, or a process group. The others take part in the collectives
-            and yield nothing.
+            and yield nothing. To a single rank each shard is sent once, and nothing to the others.
         ahead: number of buckets in flight besides the bucket in use.
         copy: give each tensor its own memory. Otherwise a tensor may be a view of its bucket: use it before the next bucket
             begins. A view keeps the memory of its bucket alive.
@@ -93,7 +94,13 @@ def iter_full(
     mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
-    buckets = deque(_Bucket(outputs, entries, dtype) for outputs in _buckets(mapped, bucket_bytes, dtype))
+    planned = list(_buckets(mapped, bucket_bytes, dtype))
+    receiver = None
+    if isinstance(to, int) and tensors.units:
+        names = [[(name, one.shape) for name, one in outputs] for outputs in planned]
+        digest = _digest(names, dtype, ahead, weights is not None)
+        receiver = Receiver(tensors, to, ahead + 1, f"iter_full() of {len(mapped)} tensors to rank {to} ({dtype}; {digest})")
+    buckets = deque(_Bucket(outputs, entries, dtype, receiver) for outputs in planned)
     return _stream(buckets, ahead=ahead, receives=receives, copy=copy)
 
 
@@ -214,10 +221,13 @@ def _start_all_gather(members: Sequence[ModelEntry], dtype: torch.dtype) -> tupl
     # With the names and the dtype, so that ranks whose options differ diverge here and do not mix tensors.
     names = [entry.target.name for entry in members]
     averages = any(entry.value is not None for entry in members)
-    digest = crc32(repr((names, dtype, averages)).encode("utf-8", "backslashreplace"))
-    action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {dtype}; {digest:08x})"
+    action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {dtype}; {_digest(names, dtype, averages)})"
     communicator = unit.runtime.communicator
     return communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin), values
+
+
+def _digest(*content: object) -> str:
+    return f"{crc32(repr(content).encode('utf-8', 'backslashreplace')):08x}"
 
 
 def _direct(entry: ModelEntry, group: ParamGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -268,12 +278,17 @@ class _Bucket:
     """Some outputs, and the model tensors that they need."""
 
     def __init__(
-        self, outputs: Sequence[tuple[str, MappedTensor]], entries: dict[str, ModelEntry], dtype: torch.dtype | None
+        self,
+        outputs: Sequence[tuple[str, MappedTensor]],
+        entries: dict[str, ModelEntry],
+        dtype: torch.dtype | None,
+        receiver: Receiver | None,
     ) -> None:
-        self._outputs, self._dtype = outputs, dtype
+        self._outputs, self._dtype, self._receiver = outputs, dtype, receiver
         self._entries = {source.name: entries[source.name] for _, mapped in outputs for source in _model_tensors(mapped)}
         self._all_gathers: list[CollectiveCall] = []
         self._single: list[ModelEntry] = []  # all-gathered one by one, in finish()
+        self._arrive: Callable[[], dict[str, Tensor]] | None = None  # waits for the tensors that only the receiver gets
         self._values: Values = {}
         self._is_finished = False
         self._versions: dict[str, int] = {}
@@ -295,10 +310,13 @@ class _Bucket:
         """Start the all-gathers."""
         self._check_unwritten(self._entries)
         kinds: dict[tuple[int, torch.dtype], list[ModelEntry]] = {}
+        gathered: list[ModelEntry] = []
         for name, entry in self._entries.items():
             dtype = cast_dtype(entry.target.dtype, self._dtype)
             local, parameter = partial(_local_copy, entry, dtype), entry.parameter
-            if parameter is None or _unsharded_now(entry, dtype) is not None:
+            if self._receiver is not None and (parameter is None or kind_of(parameter).flat):
+                gathered.append(entry)
+            elif parameter is None or _unsharded_now(entry, dtype) is not None:
                 self._values[name] = local
             elif not kind_of(parameter).flat or parameter.sharding.tensor_parallel is not None:
                 self._single.append(entry)
@@ -310,6 +328,8 @@ class _Bucket:
             all_gather, values = _start_all_gather(members, dtype)
             self._all_gathers.append(all_gather)
             self._values |= values
+        if self._receiver is not None:
+            self._arrive = self._receiver.start(gathered, self._dtype)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -319,6 +339,8 @@ class _Bucket:
         self._is_finished = True
         for all_gather in self._all_gathers:
             all_gather.wait()
+        if self._arrive is not None:
+            self._values |= {name: full.detach for name, full in self._arrive().items()}
         for entry in self._single:
             parameter = _parameter(entry)
             sharded: Any = parameter.sharded if entry.value is None else parameter.dtensor_like_shard(entry.value)
