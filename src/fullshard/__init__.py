@@ -61,6 +61,7 @@ from fullshard.tools.lint import lint
 from fullshard.tools.verify import verify
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import load_weights
+from fullshard.weights.publish import publish
 from fullshard.weights.saving import save_weights
 from fullshard.weights.streaming import iter_full
 from fullshard.wrap.plan import Plan, PlannedUnit
@@ -112,6 +113,7 @@ __all__ = [
     "plan_model",
     "plan_owners",
     "positions",
+    "publish",
     "record",
     "resident",
     "routed",

@@ -20,10 +20,11 @@ from fullshard.comm.streams import CollectiveCall
 from fullshard.core.communicator import Communicator
 from fullshard.core.mesh import ShardAxis, group_of
 from fullshard.core.subclasses import plain_parts
-from fullshard.errors import printable
+from fullshard.errors import StateError, printable
 
 T = TypeVar("T")
 
+_ERRORS: dict[str, type[Exception]] = {"V": ValueError, "S": StateError, "R": RuntimeError}  # by their letter in a message
 _HEADER = struct.Struct("<qq")  # before the bytes of each rank: its global rank, and the number of bytes
 
 
@@ -198,11 +199,11 @@ class Agreement(Ranks):
         return _bytes_in(self.from_first_rank(torch.frombuffer(mine, dtype=torch.uint8))) if length else b""
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
-        """Return the error of the first rank that failed: a ValueError if it raised one, else a RuntimeError. Collective."""
-        kind, text = ("V" if isinstance(failure, ValueError) else "R"), str(failure) or type(failure).__name__
-        mine = b"" if failure is None else printable(kind + text).encode()
+        """Return the error of the first rank that failed, a ValueError, StateError or RuntimeError like its own. Collective."""
+        kind = next(letter for letter, error in _ERRORS.items() if letter == "R" or isinstance(failure, error))
+        mine = b"" if failure is None else printable(kind + (str(failure) or type(failure).__name__)).encode()
         first = next(filter(None, self.gather_bytes(mine).values()), b"").decode()
-        return (ValueError if first[0] == "V" else RuntimeError)(first[1:]) if first else None
+        return _ERRORS[first[0]](first[1:]) if first else None
 
     # --- large tensors ---
 

@@ -20,6 +20,10 @@ steps.py      one directory per step, and a link to the latest
 saving.py     save_weights()
 ema.py        EMA: moving averages of a model's weights
 streaming.py  iter_full()
+receiver.py   one rank that receives full tensors: each shard travels to it once
+publish.py    publish(): sealed versions of the weights, for inference engines
+description.py what is published: mesh and placements of each tensor, and which transport takes it
+changes.py    what changed between two versions
 converting.py convert_weights(), without a model
 command.py    python -m fullshard weights: show, convert, check
 
@@ -27,9 +31,12 @@ Planning is pure. Only headers, rules and plans depend on the file format.
 """
 
 from fullshard.weights.background import Saving
+from fullshard.weights.changes import Changes
 from fullshard.weights.converting import Converted, convert_weights
+from fullshard.weights.description import PublishedShard, PublishedTensor
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
+from fullshard.weights.publish import FullWeights, Publication, Version, publish
 from fullshard.weights.published import transformers_rules
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.saving import Saved, save_weights
@@ -37,12 +44,17 @@ from fullshard.weights.streaming import iter_full
 
 __all__ = [
     "EMA",
+    "Changes",
     "Convert",
     "Converted",
     "Drop",
+    "FullWeights",
     "Keep",
     "Loaded",
     "Merge",
+    "Publication",
+    "PublishedShard",
+    "PublishedTensor",
     "Rename",
     "RenameBy",
     "Saved",
@@ -52,9 +64,11 @@ __all__ = [
     "Stack",
     "Transpose",
     "Unstack",
+    "Version",
     "convert_weights",
     "iter_full",
     "load_weights",
+    "publish",
     "save_weights",
     "transformers_rules",
 ]

@@ -30,7 +30,7 @@ from fullshard.weights.boxes import ModelTensor
 from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, cast_dtype, map_keys
 from fullshard.weights.receiver import Receiver
-from fullshard.weights.targets import ModelEntry, tensors_of, with_values
+from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
 To = str | int | dist.ProcessGroup
 
@@ -85,26 +85,42 @@ def iter_full(
     if weights is not None and not isinstance(weights, EMA):
         raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
     check_bool("copy", copy)
-    receives = _receives(to)
+    is_receiver(to)
     tensors = tensors_of(model, prepare=lambda unit: unit.check_idle(doing="iter_full()"))
     check_values(model, tensors, "iter_full()")
     if weights is not None:
         tensors = with_values(tensors, weights.values())
+    mapped = map_keys(key_map, tensors.state)
+    return stream(tensors, mapped, dtype, to=to, ahead=ahead, bucket_bytes=bucket_bytes, copy=copy)
+
+
+def stream(
+    tensors: ModelTensors,
+    mapped: dict[str, MappedTensor],
+    dtype: torch.dtype | None,
+    *,
+    to: To,
+    ahead: int,
+    bucket_bytes: int | None,
+    copy: bool = False,
+    doing: str = "iter_full()",
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors `mapped`, made of the tensors of a model. The arguments are those of `iter_full`. Collective."""
+    receives = is_receiver(to)
     entries = {one.target.name: one for one in tensors.entries}
-    mapped = map_keys(key_map, {name: MappedTensor.of(one.target) for name, one in entries.items()})
     if bucket_bytes is None:
         bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
     planned = list(_buckets(mapped, bucket_bytes, dtype))
     receiver = None
     if isinstance(to, int) and tensors.units:
         names = [[(name, one.shape) for name, one in outputs] for outputs in planned]
-        digest = _digest(names, dtype, ahead, weights is not None)
-        receiver = Receiver(tensors, to, ahead + 1, f"iter_full() of {len(mapped)} tensors to rank {to} ({dtype}; {digest})")
-    buckets = deque(_Bucket(outputs, entries, dtype, receiver) for outputs in planned)
+        digest = _digest(names, dtype, ahead, _has_values(tensors.entries))
+        receiver = Receiver(tensors, to, ahead + 1, f"{doing} of {len(mapped)} tensors to rank {to} ({dtype}; {digest})")
+    buckets = deque(_Bucket(outputs, entries, dtype, receiver, doing) for outputs in planned)
     return _stream(buckets, ahead=ahead, receives=receives, copy=copy)
 
 
-def _receives(to: To) -> bool:
+def is_receiver(to: To) -> bool:
     """Return True if this rank receives the tensors."""
     if to == "all":
         return True
@@ -194,7 +210,7 @@ Values = dict[str, Callable[[], Tensor]]
 _ALIGNED = 64  # packed chunks begin at multiples of this many elements
 
 
-def _start_all_gather(members: Sequence[ModelEntry], dtype: torch.dtype) -> tuple[CollectiveCall, Values]:
+def _start_all_gather(members: Sequence[ModelEntry], dtype: torch.dtype, doing: str) -> tuple[CollectiveCall, Values]:
     """Copy and cast shards of parameters that share a shard axis, and start one all-gather. The values come with it.
 
     Large parameters are all-gathered directly into their own memory; the others are packed into one staging buffer. A packed
@@ -220,10 +236,14 @@ def _start_all_gather(members: Sequence[ModelEntry], dtype: torch.dtype) -> tupl
     begin = group.collectives.whole.gatherer(outs, shards) if outs else StartedWork
     # With the names and the dtype, so that ranks whose options differ diverge here and do not mix tensors.
     names = [entry.target.name for entry in members]
-    averages = any(entry.value is not None for entry in members)
-    action = f"iter_full() of {len(names)} tensors ('{names[0]}', ...; {dtype}; {_digest(names, dtype, averages)})"
+    action = f"{doing} of {len(names)} tensors ('{names[0]}', ...; {dtype}; {_digest(names, dtype, _has_values(members))})"
     communicator = unit.runtime.communicator
     return communicator.send(communicator.all_gather_stream, group.fingerprints, action, begin), values
+
+
+def _has_values(entries: Iterable[ModelEntry]) -> bool:
+    """Return True if other values than those of the model are gathered."""
+    return any(entry.value is not None for entry in entries)
 
 
 def _digest(*content: object) -> str:
@@ -283,8 +303,9 @@ class _Bucket:
         entries: dict[str, ModelEntry],
         dtype: torch.dtype | None,
         receiver: Receiver | None,
+        doing: str,
     ) -> None:
-        self._outputs, self._dtype, self._receiver = outputs, dtype, receiver
+        self._outputs, self._dtype, self._receiver, self._doing = outputs, dtype, receiver, doing
         self._entries = {source.name: entries[source.name] for _, mapped in outputs for source in _model_tensors(mapped)}
         self._all_gathers: list[CollectiveCall] = []
         self._single: list[ModelEntry] = []  # all-gathered one by one, in finish()
@@ -295,13 +316,13 @@ class _Bucket:
 
     def note_versions(self) -> None:
         """Record the versions of the model tensors, to detect writes during the iteration."""
-        self._versions = {name: _version(entry) for name, entry in self._entries.items()}
+        self._versions = {name: written_count(entry) for name, entry in self._entries.items()}
 
     def _check_unwritten(self, names: Iterable[str]) -> None:
         for name in names:
-            if _version(self._entries[name]) != self._versions[name]:
+            if written_count(self._entries[name]) != self._versions[name]:
                 raise StateError(
-                    f"'{name}' was written during iter_full(), for example by optimizer.step(), so tensors of two "
+                    f"'{name}' was written during {self._doing}, for example by optimizer.step(), so tensors of two "
                     "steps would be mixed. Exhaust the iterator before the next step."
                 )
 
@@ -325,7 +346,7 @@ class _Bucket:
             else:
                 kinds.setdefault((id(_owner(entry)[1].collectives.whole.inner), dtype), []).append(entry)
         for (_, dtype), members in kinds.items():
-            all_gather, values = _start_all_gather(members, dtype)
+            all_gather, values = _start_all_gather(members, dtype, self._doing)
             self._all_gathers.append(all_gather)
             self._values |= values
         if self._receiver is not None:
@@ -344,7 +365,7 @@ class _Bucket:
         for entry in self._single:
             parameter = _parameter(entry)
             sharded: Any = parameter.sharded if entry.value is None else parameter.dtensor_like_shard(entry.value)
-            full = all_gather_full(_owner(entry)[0].agreement("iter_full()"), parameter.sharding, sharded)
+            full = all_gather_full(_owner(entry)[0].agreement(self._doing), parameter.sharding, sharded)
             full = full.to(cast_dtype(entry.target.dtype, self._dtype))
             self._values[entry.target.name] = full.detach
 
@@ -377,7 +398,7 @@ class _Bucket:
             yield name, self._output(mapped).clone() if copy else self._output(mapped)
 
 
-def _version(entry: ModelEntry) -> int:
+def written_count(entry: ModelEntry) -> int:
     """Return a number that grows when the tensor is written, or another one of its parameter group."""
     parameter, value = entry.parameter, entry.value
     if parameter is None or value is not None:

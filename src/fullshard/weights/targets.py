@@ -28,6 +28,7 @@ from fullshard.core import (
 from fullshard.errors import StateError, some_of
 from fullshard.optim.copies import agreement_of_all, find_difference
 from fullshard.weights.boxes import Box, ModelTensor, ShardMap
+from fullshard.weights.key_map import MappedTensor
 
 _ROUNDING = 1e-2  # relative difference of two copies of a tensor that were trained by kernels that round otherwise
 
@@ -66,6 +67,11 @@ class ModelTensors:
     units: tuple[Unit, ...]
     ranks: tuple[int, ...]  # global ranks of the model, in the order of `ShardMap.boxes`; (0,) without units
     index: int  # position of this rank in `ranks`
+
+    @property
+    def state(self) -> dict[str, MappedTensor]:
+        """The tensors by name, as rules of key maps take them."""
+        return {one.target.name: MappedTensor.of(one.target) for one in self.entries}
 
     def agreement(self, doing: str) -> Agreement:
         """Return the agreement of all ranks of the model in one call, whose name is `doing`."""

@@ -1,0 +1,400 @@
+"""`publish()`: the weights of a model as inference engines take them, in sealed versions that no step changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core import Unit
+from fullshard.errors import StateError, check_bool, check_float_dtype, check_int, some_of
+from fullshard.weights.allocating import check_values
+from fullshard.weights.changes import Changes, find_changes
+from fullshard.weights.description import PublishedShard, PublishedTensor, describe, shard_of
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, cast_dtype, map_keys
+from fullshard.weights.streaming import To, is_receiver, stream, written_count
+from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
+
+
+@dataclass(eq=False)
+class Version:
+    """A sealed version of the published weights: copies of this rank's shards.
+
+    Attributes:
+        number: 1 for the first version of a publication, then 2, ...
+        step: the training step that was given to `seal`.
+        digest: text of 16 hex digits that stands for the version, equal on all ranks and different for each version.
+    """
+
+    number: int
+    step: int
+    digest: str
+    tensors: ModelTensors | None  # with the sealed values; None once the version is dropped
+    mapped: dict[str, MappedTensor]  # what rules make of them, by published name
+
+    @property
+    def is_dropped(self) -> bool:
+        """True once its memory has later weights."""
+        return self.tensors is None
+
+    def __str__(self) -> str:
+        return f"version {self.number} (step {self.step}, {self.digest}){'' if self.tensors else ', dropped'}"
+
+    def sealed(self) -> ModelTensors:
+        """Return the tensors with the sealed values. Raises StateError if the version was dropped."""
+        if self.tensors is None:
+            raise StateError(
+                f"Version {self.number} (step {self.step}) was dropped, since later versions were sealed. Read a later one, or "
+                "publish with a greater keep=."
+            )
+        return self.tensors
+
+
+class Metadata(NamedTuple):
+    """Name, dtype and shape of a full tensor, as `WeightSource.metadata()` of vLLM returns them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class FullWeights:
+    """Full tensors of a version, layer by layer: iterate it, once or several times. Each iteration is collective.
+
+    It has the methods that vLLM 0.33 asks of a `WeightSource`. All ranks iterate in step.
+    """
+
+    def __init__(self, publication: Publication, version: Version, to: To, ahead: int, bucket_bytes: int | None) -> None:
+        self._publication, self._version = publication, version
+        self._to, self._ahead, self._bucket_bytes = to, ahead, bucket_bytes
+
+    def metadata(self) -> list[Metadata]:
+        """Return name, dtype and shape of every tensor, in the order of the iteration. The layers are contiguous."""
+        return [Metadata(one.name, one.dtype, one.shape) for one in self._publication.tensors]
+
+    def groups(self) -> list[list[str]]:
+        """Return the names by layer; a tensor outside of the layers is a group of its own."""
+        found: dict[str, list[str]] = {}
+        for one in self._publication.tensors:
+            found.setdefault(_layer_of(one.name), []).append(one.name)
+        return list(found.values())
+
+    def held_names(self) -> list[str]:
+        """Return the names that this rank yields: all, or none on a rank that does not receive."""
+        return [one.name for one in self._publication.tensors] if is_receiver(self._to) else []
+
+    def iter_groups(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the tensors of each group. Collective."""
+        named = iter(self)
+        for group in self.groups() if is_receiver(self._to) else ():
+            yield [next(named) for _ in group]
+        yield from ([one] for one in named)  # on the other ranks: takes part, and yields nothing
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and full tensor. Raises StateError if the version is dropped meanwhile. Collective."""
+        streamed = self._publication.stream(self._version, self._to, ahead=self._ahead, bucket_bytes=self._bucket_bytes)
+        while True:
+            self._version.sealed()  # raises if the version was dropped while the caller used the last tensor
+            named = next(streamed, None)
+            if named is None:
+                return
+            yield named
+
+
+class Publication:
+    """Weights of a model under the names of a checkpoint. Made by `publish()`; print it for what each transport takes.
+
+    Attributes:
+        tensors: descriptions of the published tensors, in the order in which they are sent.
+    """
+
+    def __init__(self, model: nn.Module, rules: KeyMap, dtype: torch.dtype | None, keep: int, adapters_only: bool) -> None:
+        self._model, self._rules, self._dtype, self._adapters_only = model, rules, dtype, adapters_only
+        self._versions: deque[Version] = deque(maxlen=keep)
+        self._token, self._count = "", 0
+        self._written: dict[str, int] = {}  # by name, the count of writes when it was last sealed, or published
+        now = self._now(model, "publish()")
+        check_values(model, now, "publish()")
+        mapped = self._map(now)
+        if not mapped:
+            raise ValueError("publish() leaves no tensor to publish. Check rules= and adapters_only=.")
+        for name, one in mapped.items():
+            if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):
+                raise ValueError(f"publish() does not support Convert, got one for '{name}'. Rename, join or split instead.")
+        entries = {one.target.name: one for one in now.entries}
+        self.tensors: tuple[PublishedTensor, ...] = tuple(describe(name, one, entries, dtype) for name, one in mapped.items())
+        group = now.agreement("publish()")
+        options = [(one.name, one.dtype, one.shape) for one in self.tensors], keep
+        if not group.all_equal(repr(options).encode("utf-8", "backslashreplace")):
+            raise ValueError(
+                "publish() got other rules, dtype, keep or adapters_only on other ranks. Pass the same on all ranks."
+            )
+        self._token = group.first_rank_bytes(uuid4().hex.encode()).decode()
+        self._written = {one.target.name: written_count(one) for one in now.entries}
+
+    def __str__(self) -> str:
+        """Return what is published, and what each transport takes of it."""
+        total = sum(one.nbytes for one in self.tensors)
+        lines = [f"{len(self.tensors)} tensors, {_size(total)} in full"]
+        for transport, why in (("shards as DTensors", "not_sharded"), ("shards by NCCL M2N", "not_m2n")):
+            left = {one.name: getattr(one, why) for one in self.tensors if getattr(one, why)}
+            nbytes = sum(one.nbytes for one in self.tensors if one.name in left)
+            lines.append(f"{transport}: {len(self.tensors) - len(left)} tensors; {len(left)} are gathered, {_size(nbytes)}")
+            reasons: dict[str, list[str]] = {}
+            for name, reason in left.items():
+                reasons.setdefault(reason, []).append(name)
+            lines += [f"    {reason}: {some_of(names)}" for reason, names in reasons.items()]
+        return "\n".join(lines)
+
+    @property
+    def latest(self) -> Version:
+        """The version that was sealed last. Raises StateError before the first `seal()`."""
+        if not self._versions:
+            raise StateError("No version is sealed. Call seal(step) first.")
+        return self._versions[-1]
+
+    @torch.no_grad()
+    def seal(self, step: int) -> Version:
+        """Copy this rank's shards, in the published dtype, into a new version. Collective.
+
+        The oldest version is dropped if there are more than `keep`, and its memory is used again. Frozen tensors that were not
+        written since the last version are shared with it.
+
+        Args:
+            step: training step of the weights, at least 0.
+
+        Returns:
+            The version; nothing that is trained or loaded later changes it.
+
+        Raises:
+            ValueError: on all ranks, if `step` is invalid or differs.
+            StateError: on all ranks, and nothing is sealed: inside a forward or backward, while gradients are accumulated, or
+                if only some ranks wrote a tensor since the last version.
+        """
+        doing = f"seal({step!r})"
+        group = tensors_of(self._model).agreement(doing)
+
+        def check() -> ModelTensors:
+            check_int("step", step, least=0)
+            now = self._now(self._model, doing)
+            found = [(name, one.shape, cast_dtype(one.dtype, self._dtype)) for name, one in self._map(now).items()]
+            if found != [(one.name, one.shape, one.dtype) for one in self.tensors]:
+                raise StateError(f"{doing}: tensors of the model were added, removed or changed since publish(). Publish anew.")
+            return now
+
+        now = group.run(check)
+        written = [written_count(one) != self._written[one.target.name] for one in now.entries]
+        rows = torch.tensor(written, dtype=torch.uint8).view(-1, 1).to(group.device)
+        # A rank without elements of a parameter need not write it.
+        present = torch.tensor([one.local.numel() > 0 for one in now.entries], dtype=torch.uint8).to(group.device)
+        if (at := group.first_unequal(rows, present)) is not None:
+            raise StateError(
+                f"{doing}: '{now.entries[at].names[0]}' or a parameter of its group was written since the last version, or "
+                "publish(), on some ranks only: their weights are of different steps. Step on all ranks, then seal."
+            )
+        dropped = self._versions[0] if len(self._versions) == self._versions.maxlen else None
+        values, copies = group.run(lambda: self._allocated(now, written, dropped))
+        if dropped is not None:
+            dropped.tensors = None  # its memory is overwritten now
+            self._versions.popleft()
+        group.run(lambda: torch._foreach_copy_([copy for copy, _ in copies], [local for _, local in copies]))
+        self._count += 1
+        digest = sha256(f"{self._token} {self._count} {step}".encode()).hexdigest()[:16]
+        sealed = with_values(now, values)
+        version = Version(self._count, step, digest, sealed, self._map(sealed))
+        self._versions.append(version)
+        self._written = {one.target.name: written_count(one) for one in now.entries}
+        return version
+
+    def full(
+        self, version: Version | None = None, *, to: To = "all", ahead: int = 1, bucket_bytes: int | None = None
+    ) -> FullWeights:
+        """Return the full tensors of a version, to iterate.
+
+        Args:
+            version: None is the latest.
+            to, ahead, bucket_bytes: as in `iter_full`.
+
+        Returns:
+            An iterable of (name, full tensor).
+        """
+        check_int("ahead", ahead, least=0)
+        is_receiver(to)  # or raise ValueError
+        return FullWeights(self, version or self.latest, to, ahead, bucket_bytes)
+
+    def shards(self, version: Version | None = None) -> Iterator[PublishedShard]:
+        """Yield what this rank has of each published tensor. No communication.
+
+        Args:
+            version: None is the latest.
+
+        Yields:
+            Descriptions with views of the sealed memory. Raises StateError if the version is dropped meanwhile.
+        """
+        version = version or self.latest
+        entries, index = {one.target.name: one for one in version.sealed().entries}, version.sealed().index
+        for published in self.tensors:
+            version.sealed()
+            yield shard_of(published, version.mapped[published.name], entries, index)
+
+    def state_dict(self, version: Version | None = None) -> dict[str, Tensor]:
+        """Return a version as a state dict, for torch.distributed.checkpoint or torchstore.
+
+        Args:
+            version: None is the latest.
+
+        Returns:
+            DTensors, and plain tensors where each rank has all of it. Those that rules join or split are gathered, which is
+            collective.
+        """
+        version = version or self.latest
+        entries = {one.target.name: one for one in version.sealed().entries}
+        found: dict[str, Tensor] = {}
+        for published in self.tensors:
+            if not published.not_sharded:
+                entry = entries[version.mapped[published.name].pieces[0].source.name]
+                local = entry.local
+                found[published.name] = local if entry.parameter is None else entry.parameter.dtensor_like_shard(local)
+        joined = [one.name for one in self.tensors if one.not_sharded]
+        found |= self.stream(version, "all", names=joined, doing="state_dict()", copy=True)
+        return {one.name: found[one.name] for one in self.tensors}
+
+    def changed(self, version: Version | None = None, *, since: Version, to: int = 0) -> Changes:
+        """Return what changed between two versions, on the rank that receives. Collective.
+
+        Args:
+            version: the newer version; None is the latest.
+            since: the older version, which must not be dropped.
+            to: global rank that receives.
+
+        Returns:
+            By name, positions and values of the changed elements, or the full tensor where that has fewer bytes; empty on other
+            ranks.
+        """
+        version = version or self.latest
+        changes, full = find_changes(since.sealed(), version.sealed(), version.mapped, to)
+        changes.full.update(self.stream(version, to, names=full, doing="changed()", copy=True))
+        changes.base, changes.digest = since.digest, version.digest
+        return changes
+
+    # --- what the classes above use ---
+
+    def stream(
+        self,
+        version: Version,
+        to: To,
+        *,
+        names: Iterable[str] | None = None,
+        ahead: int = 1,
+        bucket_bytes: int | None = None,
+        doing: str = "full()",
+        copy: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors of a version: those of `names`, or all. Collective."""
+        sealed, doing = version.sealed(), f"{doing} of version {version.number}"
+        chosen = version.mapped if names is None else {name: version.mapped[name] for name in names}
+        if chosen:
+            yield from stream(sealed, chosen, None, to=to, ahead=ahead, bucket_bytes=bucket_bytes, copy=copy, doing=doing)
+
+    def _now(self, model: nn.Module, doing: str) -> ModelTensors:
+        """Return the tensors of the model that are published, with their present values."""
+
+        def check(unit: Unit) -> None:
+            unit.check_idle(doing=doing)
+            unit.check_step_over(doing=doing)
+
+        found = tensors_of(model, prepare=check)
+        if not self._adapters_only:
+            return found
+        entries = tuple(one for one in found.entries if one.is_parameter and _is_trainable(one))
+        return ModelTensors(entries, found.units, found.ranks, found.index)
+
+    def _map(self, tensors: ModelTensors) -> dict[str, MappedTensor]:
+        """Return what rules make of the tensors, those of each layer together, in the order of their first ones."""
+        mapped = map_keys(self._rules, tensors.state)
+        layers: dict[str, list[str]] = {}
+        for name in mapped:
+            layers.setdefault(_layer_of(name), []).append(name)
+        return {name: mapped[name] for names in layers.values() for name in names}
+
+    def _allocated(
+        self, now: ModelTensors, written: Sequence[bool], dropped: Version | None
+    ) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        """Return memory for the shards, by name, and (memory, shard) to copy.
+
+        Frozen tensors that were not written are those of the last version. The others take the memory of the dropped version.
+        """
+        last = {} if not self._versions else {one.target.name: one.local for one in self._versions[-1].sealed().entries}
+        free = {} if dropped is None else {one.target.name: one.local for one in dropped.sealed().entries}
+        others = (version for version in self._versions if version is not dropped)
+        in_use = {one.local.data_ptr() for version in others for one in version.sealed().entries}
+        values: dict[str, Tensor] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        for entry, is_written in zip(now.entries, written):
+            name, local = entry.target.name, entry.local
+            if name in last and not is_written and not _is_trainable(entry):
+                values[name] = last[name]
+                continue
+            memory, dtype = free.get(name), cast_dtype(local.dtype, self._dtype)
+            if memory is None or (memory.shape, memory.dtype) != (local.shape, dtype) or memory.data_ptr() in in_use:
+                memory = torch.empty(local.shape, dtype=dtype, device=local.device)
+            values[name] = memory
+            copies.append((memory, local))
+        return values, copies
+
+
+def publish(
+    model: nn.Module, *, rules: KeyMap = None, dtype: torch.dtype | None = None, keep: int = 2, adapters_only: bool = False
+) -> Publication:
+    """Publish the weights of a model for inference engines: a description, sealed versions, and what changed between them.
+
+    Collective, as are its methods but `shards()` and the description. It moves no bytes to an engine: transports take what it
+    yields.
+
+    Args:
+        model: sharded or not; its parameters must have values.
+        rules: as `key_map` in `save_weights`: from names of the model to names of the checkpoint that the engine knows.
+        dtype: dtype of floating-point tensors; None keeps the dtype of the shards.
+        keep: number of versions that can be read; each needs memory for this rank's shards in `dtype`.
+        adapters_only: True publishes the trainable parameters alone.
+
+    Returns:
+        The publication. Print it.
+
+    Raises:
+        ValueError: on all ranks, if rules do not fit the model or differ between ranks, or nothing is left to publish.
+        StateError: inside a forward or backward, or while gradients are accumulated.
+
+    Example:
+        >>> pub = publish(model, dtype=torch.bfloat16)                                        # doctest: +SKIP
+        >>> version = pub.seal(step=100)                                                      # doctest: +SKIP
+        >>> for name, tensor in pub.full(version, to=0):                                      # doctest: +SKIP
+        ...     engine.load_weights([(name, tensor)])
+    """
+    check_float_dtype("dtype", dtype, optional=True)
+    check_int("keep", keep)
+    check_bool("adapters_only", adapters_only)
+    return Publication(model, rules, dtype, keep, adapters_only)
+
+
+def _is_trainable(entry: ModelEntry) -> bool:
+    if entry.parameter is not None:
+        return entry.parameter.sharded.requires_grad
+    return entry.plain is not None and (entry.plain.requires_grad or not isinstance(entry.plain, nn.Parameter))
+
+
+def _layer_of(name: str) -> str:
+    """Return the path of the layer, up to the first number in a name; the name itself outside of layers."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: at + 1])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,297 @@
+"""`publish()`: shards say truthfully where they lie, sealed versions do not change, and changes lead from one to the next."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import CUTS, Net, loaded, values
+from harness import World, ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from fullshard.weights.rules import Convert, Keep, Merge, Rename, Split
+
+RULES = [
+    Rename("^blocks", "model.layers"),
+    Merge(["layers[.](.*)[.]weight", "layers[.](.*)[.]bias"], r"fused.\1"),
+]
+
+
+def taken(world: World, cut: str) -> bool:
+    return world.size % 2 == 0 or cut in ("rows", "columns")
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as torch gathers it; tied tensors once."""
+    state = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in model.state_dict().items()}
+    return {name: one.clone() for name, one in state.items() if name != "head.weight"}
+
+
+def put_together(world: World, shards: list[fullshard.weights.PublishedShard]) -> dict[str, Tensor]:
+    """Full tensors of the parts of all ranks; parts that overlap are equal, and every element has one."""
+    mine = [
+        (one.tensor.name, one.tensor.shape, one.tensor.dtype, [(at, part.clone()) for at, part in one.parts]) for one in shards
+    ]
+    every: list[Any] = [None] * world.size
+    dist.all_gather_object(every, mine)
+    found: dict[str, Tensor] = {}
+    for of_rank in zip(*every):
+        name, shape, dtype, _ = of_rank[0]
+        whole, known = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+        for other, its_shape, its_dtype, parts in of_rank:
+            assert (other, its_shape, its_dtype) == (name, shape, dtype)
+            for at, part in parts:
+                where = tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape))
+                assert torch.equal(whole[where][known[where]], part[known[where]]), name
+                whole[where], known[where] = part, True
+        assert known.all(), name
+        found[name] = whole
+    return found
+
+
+def stepped(model: Any, count: int = 1) -> None:
+    """Steps that change some rows only: those of the ids in the batch, and everything else."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(count):
+        model(torch.arange(3).view(1, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.rotates(4)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(1, 2, 3, 4, 8)
+def test_shards_and_full_tensors_are_those_of_the_model(world: World, cut: str, dtype: torch.dtype | None) -> None:
+    """Parts of all ranks make up the full tensors, DTensors of the described placements gather to them, and `full` yields them."""
+    if not taken(world, cut):
+        return
+    model = loaded(world, cut)
+    expected = {name: one.to(dtype or one.dtype) for name, one in full_state(model).items()}
+    pub = fullshard.publish(model, dtype=dtype)
+    version = pub.seal(7)
+    with fullshard.counting(model) as messages:
+        shards = list(pub.shards())
+    assert not messages
+    found = put_together(world, shards)
+    state = pub.state_dict()
+    streamed = {name: one.clone() for name, one in pub.full(version)}
+    assert [one.name for one in pub.tensors] == list(streamed) == list(state) == [one.name for one in pub.full().metadata()]
+    for name, whole in expected.items():
+        assert torch.equal(found[name], whole) and torch.equal(streamed[name], whole), name
+        value = state[name]
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, whole), name
+    for one in shards:
+        if one.tensor.mesh is not None:
+            mesh, places, shape = one.tensor.mesh, one.tensor.placements, torch.Size(one.tensor.shape)
+            stride = torch.empty(shape, device="meta").stride()
+            made = DTensor.from_local(one.local, mesh, places, run_check=False, shape=shape, stride=stride)
+            assert torch.equal(made.full_tensor(), expected[one.tensor.name]), one.tensor
+
+
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("cut", CUTS)
+@ranks(2, 4)
+def test_one_rank_receives_each_shard_once(world: World, cut: str) -> None:
+    model, receiver = loaded(world, cut), world.size - 1
+    pub = fullshard.publish(model, dtype=torch.bfloat16)
+    pub.seal(0)
+    everything = {name: one.clone() for name, one in pub.full()}
+    for bucket_bytes, ahead in ((1, 0), (300, 1), (None, 2)):
+        with fullshard.counting(model) as messages:
+            source = pub.full(to=receiver, bucket_bytes=bucket_bytes, ahead=ahead)
+            found = {name: one.clone() for name, one in source}
+        assert source.held_names() == list(found) == (list(everything) if world.rank == receiver else [])
+        assert all(torch.equal(one, everything[name]) for name, one in found.items())
+        own = sum(part.nbytes for one in pub.shards() for _, part in one.parts)
+        received = sum(message.nbytes for message in messages)
+        rounding = 64 * world.size * len(everything) + 8  # of each part in a message; and the message in which ranks meet
+        total = sum(one.nbytes for one in everything.values())
+        assert received <= (total - own + rounding if world.rank == receiver else 8), messages
+
+
+@ranks(2)
+def test_layers_are_contiguous_and_rules_join_them(world: World) -> None:
+    model = loaded(world, "rows")
+    state = full_state(model)
+    pub = fullshard.publish(model, rules=[Merge(["blocks[.]0[.]weight", "blocks[.]1[.]weight"], "blocks.both"), RULES[0]])
+    pub.seal(1)
+    names = [one.name for one in pub.tensors]
+    layers = [name.split(".")[2] for name in names if name.startswith("model.layers")]
+    assert [one for one, _ in pairwise([*layers, ""]) if one] == layers
+    found = dict(pub.full())
+    assert torch.equal(found["model.layers.both"], torch.cat([state["blocks.0.weight"], state["blocks.1.weight"]]))
+    joined = next(one for one in pub.tensors if one.name == "model.layers.both")
+    assert "rules make it of" in joined.not_sharded and "rules make it of" in str(pub)
+    assert torch.equal(put_together(world, list(pub.shards()))["model.layers.both"], found["model.layers.both"])
+    assert torch.equal(pub.state_dict()["model.layers.both"], found["model.layers.both"])
+    groups = [[name for name, _ in group] for group in pub.full().iter_groups()]
+    assert groups == pub.full().groups() and [name for group in groups for name in group] == names
+
+
+@ranks(2)
+def test_a_version_does_not_change_and_raises_once_it_is_dropped(world: World) -> None:
+    model = loaded(world, "rows")
+    model.blocks[0].requires_grad_(False)
+    pub = fullshard.publish(model, keep=2)
+    versions = [pub.seal(0)]
+    kept = [{name: one.clone() for name, one in pub.full()}]
+    reading = iter(pub.full(versions[0], bucket_bytes=1, ahead=0))
+    next(reading)
+    for step in (1, 2):
+        stepped(model)
+        versions.append(pub.seal(step))
+        kept.append({name: one.clone() for name, one in pub.full()})
+        stepped(model)
+    for version, known in zip(versions[1:], kept[1:]):
+        assert all(torch.equal(one, known[name]) for name, one in pub.full(version))
+    for read in (lambda: next(reading), lambda: list(pub.full(versions[0])), lambda: next(pub.shards(versions[0]))):
+        with pytest.raises(fullshard.StateError, match=r"Version 1 \(step 0\) was dropped"):
+            read()
+    frozen = [next(one for one in pub.shards(v) if one.tensor.name == "blocks.0.weight").local for v in versions[1:]]
+    trained = [next(one for one in pub.shards(v) if one.tensor.name == "blocks.1.weight").local for v in versions[1:]]
+    assert frozen[0].data_ptr() == frozen[1].data_ptr() and trained[0].data_ptr() != trained[1].data_ptr()
+    assert len({version.digest for version in versions}) == 3
+
+
+@pytest.mark.rotates(8)
+@pytest.mark.parametrize("seed", range(40))
+@ranks(1, 2, 4)
+def test_changes_lead_from_version_to_version(world: World, seed: int) -> None:
+    """Random steps, writes, seals, deltas, and consumers that restart: the consumer has the bits of the full state dict."""
+    chance = random.Random(seed)
+    cut = chance.choice([one for one in CUTS if taken(world, one)])
+    model, dtype = loaded(world, cut), chance.choice([None, torch.bfloat16])
+    rules = chance.choice([None, [Split("embed.weight", ["left", "right"], dim=1, sizes=(3, 4))], RULES[:1]])
+    pub, receiver = fullshard.publish(model, rules=rules, dtype=dtype, keep=3), chance.randrange(world.size)
+    consumer: dict[str, Tensor] = {}
+    has: Any = None
+    for step in range(5):
+        what = chance.choice(["step", "write", "nothing", "all"] if cut != "tensor" else ["write", "nothing", "all"])
+        if what == "step":
+            stepped(model)
+        elif what == "write":
+            with torch.no_grad():
+                model.embed.weight.mul_(1.5)
+        elif what == "all":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+        version = pub.seal(step)
+        whole = {name: one.clone() for name, one in pub.full(version, to=receiver)}
+        if has is None or has.is_dropped or chance.random() < 0.3:  # begins, comes too late, or was restarted
+            consumer, has = {name: one.clone() for name, one in whole.items()}, version
+            continue
+        if chance.random() < 0.3:
+            continue  # misses a version
+        changes = pub.changed(version, since=has, to=receiver)
+        if world.rank == receiver:
+            itemsize = max(one.itemsize for one in whole.values())
+            words = sum(
+                int((one.view(-1) != consumer[name].view(-1)).sum()) for name, one in whole.items() if consumer[name].numel()
+            )
+            assert changes.nbytes <= min(words * (4 + itemsize) * 1.1 + 65536, sum(one.nbytes for one in whole.values()))
+            with pytest.raises(fullshard.StateError, match="Load all"):
+                changes.apply(consumer, "0" * 16)
+            assert changes.apply(consumer, has.digest) == version.digest
+            assert all(torch.equal(one, consumer[name]) for name, one in whole.items())
+        else:
+            assert not changes.elements and not changes.full
+        has = version
+
+
+@ranks(2)
+def test_a_seal_within_a_step_raises_on_all_ranks_and_seals_nothing(world: World) -> None:
+    model = loaded(world, "rows")
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+
+    def refused(text: str) -> None:
+        with pytest.raises(fullshard.StateError, match=text):
+            pub.seal(1)
+        assert pub.latest is first
+
+    hook = model.blocks[0].register_forward_hook(lambda *_: refused("inside the forward"))
+    out = model(torch.zeros(1, 3).long())
+    hook.remove()
+    with model.accumulate():
+        out.sum().backward()
+    refused("accumulated")
+    model(torch.zeros(1, 3).long()).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if world.rank == 0:
+        with torch.no_grad():
+            model.column.to_local().add_(1.0)
+    refused("was written since the last version, or publish.., on some ranks only")
+    if world.rank == 1:
+        with torch.no_grad():
+            model.column.to_local().add_(1.0)
+    optimizer.step()
+    assert pub.seal(1).number == 2
+
+
+@ranks(2)
+def test_a_rank_that_fails_seals_nothing_on_all(world: World) -> None:
+    model = loaded(world, "rows")
+    pub = fullshard.publish(model, keep=1)
+    first = pub.seal(0)
+    known = {name: one.clone() for name, one in pub.full()}
+    stepped(model)
+    if world.rank:
+        model.added = nn.Parameter(torch.ones(2))
+    with pytest.raises(fullshard.StateError, match="added, removed or changed since publish"):
+        pub.seal(1)
+    if world.rank:
+        del model.added
+    assert pub.latest is first and all(torch.equal(one, known[name]) for name, one in pub.full())
+    assert pub.seal(1).number == 2
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"dtype": "bf16"}, "dtype must be"),
+        ({"keep": 0}, "keep must be an int of at least 1"),
+        ({"adapters_only": "yes"}, "adapters_only must be"),
+        ({"rules": [Keep("nothing")]}, "leaves no tensor|matches"),
+        ({"rules": [Convert(["mean"], "mean", lambda mean: mean)]}, "does not support Convert"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fullshard.publish(Net(), **options)
+
+
+@ranks(2)
+def test_rules_that_differ_between_ranks_are_refused_on_all(world: World) -> None:
+    model = loaded(world, "rows")
+    with pytest.raises(ValueError, match="other rules, dtype, keep"):
+        fullshard.publish(model, rules=[Rename("^blocks", "layers")] if world.rank else None)
+
+
+@ranks(2)
+def test_adapters_alone_are_published(world: World) -> None:
+    model = loaded(world, "rows")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("column" in name)
+    pub = fullshard.publish(model, adapters_only=True)
+    pub.seal(0)
+    assert [name for name, _ in pub.full()] == ["column"]
+
+
+@ranks(4)
+def test_m2n_does_not_take_uneven_strided_or_hybrid_shards(world: World) -> None:
+    reasons = {}
+    for cut in ("rows", "all ranks", "tensor"):
+        pub = fullshard.publish(loaded(world, cut))
+        reasons[cut] = {one.name: one.not_m2n for one in pub.tensors}
+    assert "uneven" in reasons["rows"]["embed.weight"] and "0 dims" in reasons["rows"]["scale"]
+    assert "ranks of its mesh are [0, 2, 1, 3]" in reasons["all ranks"]["embed.weight"]
+    assert reasons["tensor"]["blocks.0.weight"]
+    assert values()["mean"].shape == (5,) and not reasons["rows"]["mean"]
