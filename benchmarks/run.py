@@ -96,6 +96,14 @@ def main() -> None:
     for label in (name for name in weights if name.startswith("stream")):
         found = weights[label]
         print(f"{label}: {found['full_tensor'] / found['iter_full']:.1f} times as fast as full_tensor()")
+    for label in (name for name in weights if name.startswith("publish")):
+        found = weights[label]
+        told = ", ".join(
+            f"{found[name] / found['full(to=0)']:.1f} times as fast as {name}" for name in ("full_tensor", "full state dict")
+        )
+        print(
+            f"{label}: a gather to one rank is {told} (at least 3); a seal takes {found['seal'] / found['foreach copy']:.2f} of a copy (1.2)"
+        )
     for label, found in speed.items():
         print(
             f"fullshard of DDP, {label}: {found['fullshard'] / found['DDP']:.2f} (FSDP2 of DDP {found['FSDP2'] / found['DDP']:.2f}); "

@@ -1,6 +1,6 @@
 """Compare `load_weights`, `save_weights` and `iter_full` with the functions of torch.
 
-    python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm] [--what load "first load" save stream]
+    python benchmarks/weights.py [--ranks 2] [--gigabytes 2] [--repeat 3] [--directory /dev/shm] [--what load "first load" save stream publish]
 
 Loading and saving of an ordinary safetensors checkpoint are compared with torch's distributed checkpoint (its reader and writer
 of Hugging Face's format, with consolidation), and with the first rank alone (full state dicts). Each job loads or saves three
@@ -9,8 +9,9 @@ growth of resident memory on any rank the first time. "first load" loads once pe
 the page cache (warm) and not (cold). Only fullshard has written the files to the disk when it returns; the others leave them in
 the page cache.
 
-Streaming is compared with `full_tensor()` of each parameter, on four ranks, both in one job. All ranks communicate by gloo on
-one machine.
+Streaming is compared with `full_tensor()` of each parameter, on four ranks, both in one job. A publication of 1 GB is gathered
+to the first rank, beside `full_tensor()` of each parameter and the full state dict of torch's distributed checkpoint, and sealed
+beside `torch._foreach_copy_` of the shards, on two and four ranks. All ranks communicate by gloo on one machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ import fullshard
 
 DIM, NARROW, WIDE, WORDS = 2048, 512, 5632, 16_384  # sizes of a small Llama
 FILE = "model.safetensors"
-WHAT = ("load", "first load", "save", "stream")
+WHAT = ("load", "first load", "save", "stream", "publish")
 WAYS = ("fullshard", "fullshard, background", "DCP", "first rank")
 
 
@@ -176,6 +178,46 @@ def stream(count: int, dim: int, repeat: int) -> dict[str, float]:
     return {name: statistics.median(found[2:]) for name, found in times.items()}
 
 
+def publish(layers: int, repeat: int) -> dict[str, float]:
+    """Return this rank's median seconds of a gather to the first rank, of a seal, and of what torch has for them."""
+    model: Any = model_of("fullshard", layers)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    pub = fullshard.publish(model)
+    local = [parameter.to_local() for parameter in model.parameters()]
+    copies = [[torch.empty_like(one) for one in local] for _ in range(2)]  # as many as the publication keeps
+
+    def gather() -> None:
+        for _, tensor in pub.full(to=0):
+            tensor.view(-1)[0].item()
+
+    def each() -> None:
+        for parameter in model.parameters():
+            parameter.full_tensor().view(-1)[0].item()
+
+    def state_dict() -> None:
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    times: dict[str, list[float]] = {}
+    for step in range(repeat + 3):
+        calls: dict[str, Callable[[], object]] = {
+            "seal": partial(pub.seal, step),
+            "foreach copy": partial(torch._foreach_copy_, copies[step % 2], local),
+            "full(to=0)": gather,
+            "full_tensor": each,
+            "full state dict": state_dict,
+        }
+        for name, run in calls.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            run()
+            dist.barrier()
+            times.setdefault(name, []).append(time.perf_counter() - begin)
+    return {name: statistics.median(found[3:]) for name, found in times.items()}
+
+
 def cache(path: Path, *, keep: bool) -> None:
     """Read a file into the page cache, or remove it from there."""
     if keep:
@@ -227,7 +269,7 @@ def main() -> None:
         job(options.ranks, measure, "save", "fullshard", layers, source, source, 1)
         print(f"checkpoint of {nbytes / 1e9:.2f} GB, {options.ranks} ranks, each with {nbytes / options.ranks / 2**20:.0f} MiB")
         kinds = [one for what in options.what for one in ((f"{what}, warm", f"{what}, cold") if "first" in what else (what,))]
-        for what in [one for one in kinds if one != "stream"]:
+        for what in [one for one in kinds if one not in ("stream", "publish")]:
             ways = [way for way in WAYS if what == "save" or "," not in way]
             found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for _ in range(options.repeat):
@@ -253,6 +295,15 @@ def main() -> None:
         results[f"stream, {label}"] = streamed
         print(f"stream {label}: iter_full {1e3 * streamed['iter_full']:.1f} ms, full_tensor {1e3 * streamed['full_tensor']:.1f} ms "
               f"({streamed['full_tensor'] / streamed['iter_full']:.2f} times as fast)", flush=True)  # fmt: skip
+    for ranks in (2, 4) if "publish" in options.what else ():
+        found_here = job(
+            ranks, publish, max(1, round((1e9 / 4 - numel_of(0)) / (numel_of(1) - numel_of(0)))), 3 * options.repeat
+        )
+        results[f"publish, {ranks} ranks"] = found_here
+        print(
+            f"publish on {ranks} ranks: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in found_here.items()),
+            flush=True,
+        )
     if options.json:
         print(record.line(results))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 from uuid import uuid4
@@ -36,7 +37,12 @@ class Version:
     step: int
     digest: str
     tensors: ModelTensors | None  # with the sealed values; None once the version is dropped
-    mapped: dict[str, MappedTensor]  # what rules make of them, by published name
+    map: Callable[[ModelTensors], dict[str, MappedTensor]]  # applies the rules
+
+    @cached_property
+    def mapped(self) -> dict[str, MappedTensor]:
+        """What the rules make of the tensors, by published name."""
+        return self.map(self.sealed())
 
     @property
     def is_dropped(self) -> bool:
@@ -118,7 +124,6 @@ class Publication:
         self._model, self._rules, self._dtype, self._adapters_only = model, rules, dtype, adapters_only
         self._versions: deque[Version] = deque(maxlen=keep)
         self._token, self._count = "", 0
-        self._written: dict[str, int] = {}  # by name, the count of writes when it was last sealed, or published
         now = self._now(model, "publish()")
         check_values(model, now, "publish()")
         mapped = self._map(now)
@@ -136,7 +141,8 @@ class Publication:
                 "publish() got other rules, dtype, keep or adapters_only on other ranks. Pass the same on all ranks."
             )
         self._token = group.first_rank_bytes(uuid4().hex.encode()).decode()
-        self._written = {one.target.name: written_count(one) for one in now.entries}
+        self._note(now)
+        self._described = _described(now)
 
     def __str__(self) -> str:
         """Return what is published, and what each transport takes of it."""
@@ -178,13 +184,12 @@ class Publication:
                 if only some ranks wrote a tensor since the last version.
         """
         doing = f"seal({step!r})"
-        group = tensors_of(self._model).agreement(doing)
+        group = self._known.agreement(doing)
 
         def check() -> ModelTensors:
             check_int("step", step, least=0)
             now = self._now(self._model, doing)
-            found = [(name, one.shape, cast_dtype(one.dtype, self._dtype)) for name, one in self._map(now).items()]
-            if found != [(one.name, one.shape, one.dtype) for one in self.tensors]:
+            if _described(now) != self._described:
                 raise StateError(f"{doing}: tensors of the model were added, removed or changed since publish(). Publish anew.")
             return now
 
@@ -206,10 +211,9 @@ class Publication:
         group.run(lambda: torch._foreach_copy_([copy for copy, _ in copies], [local for _, local in copies]))
         self._count += 1
         digest = sha256(f"{self._token} {self._count} {step}".encode()).hexdigest()[:16]
-        sealed = with_values(now, values)
-        version = Version(self._count, step, digest, sealed, self._map(sealed))
+        version = Version(self._count, step, digest, with_values(now, values), self._map)
         self._versions.append(version)
-        self._written = {one.target.name: written_count(one) for one in now.entries}
+        self._note(now)
         return version
 
     def full(
@@ -315,6 +319,11 @@ class Publication:
         entries = tuple(one for one in found.entries if one.is_parameter and _is_trainable(one))
         return ModelTensors(entries, found.units, found.ranks, found.index)
 
+    def _note(self, now: ModelTensors) -> None:
+        """Note what the next seal compares with."""
+        self._known = now
+        self._written = {one.target.name: written_count(one) for one in now.entries}
+
     def _map(self, tensors: ModelTensors) -> dict[str, MappedTensor]:
         """Return what rules make of the tensors, those of each layer together, in the order of their first ones."""
         mapped = map_keys(self._rules, tensors.state)
@@ -381,6 +390,10 @@ def publish(
     check_int("keep", keep)
     check_bool("adapters_only", adapters_only)
     return Publication(model, rules, dtype, keep, adapters_only)
+
+
+def _described(tensors: ModelTensors) -> list[tuple[object, ...]]:
+    return [(one.target.name, one.target.shape, one.target.dtype) for one in tensors.entries]
 
 
 def _is_trainable(entry: ModelEntry) -> bool:

@@ -55,7 +55,8 @@ def iter_full(
     Args:
         model: sharded or not.
         bucket_bytes: bytes of full tensors in one collective; a larger tensor has a collective of its own. None means 512 MiB
-            on an accelerator and 8 MiB on the CPU, where writing to reused memory is faster than writing to new memory.
+            on an accelerator and 8 MiB on the CPU, where writing to reused memory is faster than writing to new memory (64 MiB if
+            not all ranks receive).
         dtype: dtype of floating-point tensors; None keeps the dtype of the shards.
         key_map: as in `save_weights`, from names of the model to names of the engine. Tensors that rules join or compute are
             copies.
@@ -109,7 +110,8 @@ def stream(
     receives = is_receiver(to)
     entries = {one.target.name: one for one in tensors.entries}
     if bucket_bytes is None:
-        bucket_bytes = 512 << 20 if any(unit.axis.device.type != "cpu" for unit in tensors.units) else 8 << 20
+        on_cpu = all(unit.axis.device.type == "cpu" for unit in tensors.units)
+        bucket_bytes = (8 << 20 if to == "all" else 64 << 20) if on_cpu else 512 << 20
     planned = list(_buckets(mapped, bucket_bytes, dtype))
     receiver = None
     if isinstance(to, int) and tensors.units:
