@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CUTS, Net, loaded, values
+from checkpoints import CUTS, Net, contents, loaded, values
 from harness import World, ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -251,6 +254,53 @@ def test_a_rank_that_fails_seals_nothing_on_all(world: World) -> None:
         del model.added
     assert pub.latest is first and all(torch.equal(one, known[name]) for name, one in pub.full())
     assert pub.seal(1).number == 2
+
+
+@ranks(1, 2, 3)
+def test_versions_and_changes_are_saved_for_readers_of_files(world: World) -> None:
+    """A checkpoint per version with the digest beside it, and changes that lead from one to the next."""
+    model, folder = loaded(world, "rows"), world.folder("versions")
+    pub = fullshard.publish(model, rules=[Rename("^blocks", "layers")], dtype=torch.bfloat16)
+    first = pub.seal(10)
+    whole = Path(pub.save(folder, extra={"config.json": "{}"}))
+    assert json.loads((whole / "publication.json").read_text()) == {"digest": first.digest, "step": 10}
+    assert (whole / "config.json").read_text() == "{}"
+    with torch.no_grad():
+        model.embed.weight[2:3].add_(1.0) if world.size == 1 else model.embed.weight.mul_(2.0)
+    known = {name: one.clone() for name, one in pub.full()}  # of the sealed version, which the write did not change
+    reader = Net().bfloat16()
+    fullshard.load_weights(reader, Path(folder) / "latest", key_map=[Rename("^layers", "blocks")])
+    state = {name.replace("blocks", "layers"): one for name, one in reader.state_dict().items() if name != "head.weight"}
+    assert all(torch.equal(state[name], one) for name, one in known.items())
+    second = pub.seal(11)
+    changes = fullshard.weights.Changes.load(pub.save(folder, since=first))
+    assert (changes.base, changes.digest) == (first.digest, second.digest)
+    with pytest.raises(fullshard.StateError, match="Load all"):
+        changes.apply(state, second.digest)
+    assert changes.apply(state, first.digest) == second.digest
+    assert all(torch.equal(state[name], one) for name, one in pub.full())
+    with pytest.raises(ValueError, match="names no base"):
+        fullshard.weights.Changes.load(next(whole.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@ranks(2)
+def test_changes_are_saved_whole_or_not_at_all_and_all_ranks_are_told(world: World, call: str) -> None:
+    model, folder = loaded(world, "rows"), world.folder("failing")
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+    stepped(model)
+    pub.seal(1)
+    pub.save(folder, since=first)
+    before = contents(folder)
+    failure = OSError(28, "No space left on device")
+    planted = {"write": ("fullshard.weights.changes.header_bytes",), "fsync": ("os.fsync",), "replace": ("os.replace",)}[call]
+    with mock.patch(planted[0], side_effect=failure if world.rank == 0 else None, wraps=None if world.rank == 0 else len):
+        with pytest.raises(RuntimeError, match="No space left"):
+            pub.save(folder, since=first)
+    dist.barrier()
+    assert contents(folder) == before
+    assert pub.save(folder, since=first)
 
 
 @pytest.mark.parametrize(

@@ -1656,7 +1656,7 @@ MISTAKEN = {
     "restorable": (lambda m: fullshard.whole_view(torch.optim.Adafactor(graded(m).parameters()), restorable="no"),
                    "restorable must be True or False, got 'no'"),
     "write": (lambda m: fullshard.full_params(graded(m), write="no").__enter__(), "write must be True or False, got 'no'"),
-    "averages": (lambda m: fullshard.weights.iter_full(graded(m), weights=1), "weights must be an EMA or None, got int"),
+    "averages": (lambda m: fullshard.weights.iter_full(graded(m), weights=1), "weights must be an EMA, a Version or None, got int"),
     "clip": (lambda m: fullshard.clip_grad_norm_(graded(m).parameters(), -1.0), "takes a max_norm >= 0, got -1.0"),
     "clip to nan": (lambda m: fullshard.clip_grad_norm_(graded(m).parameters(), float("nan")), "takes a max_norm >= 0, got nan"),
     "Muon": (lambda m: fullshard.local_view(torch.optim.Muon(fully_shard(nn.Linear(2, 2, bias=False), mesh=m).parameters())),

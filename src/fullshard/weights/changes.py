@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
+from struct import Struct
 from typing import cast
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from fullshard.errors import StateError
-from fullshard.weights.boxes import Box, ModelTensor
+from fullshard.weights.boxes import Box, ModelTensor, TensorInfo
 from fullshard.weights.description import parts_of
 from fullshard.weights.exchange import Exchange, Message
+from fullshard.weights.headers import OpenFiles, header_bytes, read_header
+from fullshard.weights.inside import sync
 from fullshard.weights.key_map import MappedTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors
+from fullshard.weights.transfer import Reader, Transfer
 
+_KINDS = ("positions/", "values/", "full/")  # prefixes of names in a file
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -42,6 +50,64 @@ class Changes:
         """Bytes of positions, values and whole tensors."""
         pairs = [one for pair in self.elements.values() for one in pair]
         return sum(one.nbytes for one in (*pairs, *self.full.values()))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the changes to a safetensors file: whole or not at all.
+
+        Args:
+            path: of the file, which is replaced if it exists.
+        """
+        place = Path(path)
+        tensors = {f"{_KINDS[0]}{name}": positions for name, (positions, _) in self.elements.items()}
+        tensors |= {f"{_KINDS[1]}{name}": values for name, (_, values) in self.elements.items()}
+        tensors |= {f"{_KINDS[2]}{name}": value for name, value in self.full.items()}
+        tensors = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
+        infos = [TensorInfo(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]
+        fresh = place.with_name(f".{place.name}.{uuid4().hex[:8]}.new")
+        try:
+            with fresh.open("wb") as file:
+                file.write(header_bytes(infos, {"base": self.base, "digest": self.digest}))
+                for one in tensors.values():
+                    file.write(Transfer("", 0, one).memory)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, place)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+        sync(place.parent)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Changes:
+        """Read a file that `save` wrote.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The changes, on the CPU.
+
+        Raises:
+            ValueError: if the file is not whole, or of another kind.
+        """
+        with OpenFiles() as files:
+            header = read_header(os.fspath(path), files)
+            if {"base", "digest"} - set(header.metadata):
+                raise ValueError(f"{path} has no changes between versions: its header names no base. Read what changes wrote.")
+            found = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in header.tensors}
+            reader = Reader(files, threads=4)
+            try:
+                reader.run([Transfer(one.file, one.offset, found[one.name]) for one in header.tensors if one.nbytes])
+            finally:
+                reader.close()
+        changes = cls(header.metadata["base"], header.metadata["digest"])
+        for name, tensor in found.items():
+            kind = next(one for one in _KINDS if name.startswith(one))
+            if kind == _KINDS[0]:
+                changes.elements[name.removeprefix(kind)] = tensor, found[_KINDS[1] + name.removeprefix(kind)]
+            elif kind == _KINDS[2]:
+                changes.full[name.removeprefix(kind)] = tensor
+        return changes
 
     @torch.no_grad()
     def apply(self, state: Mapping[str, Tensor], base: str) -> str:
@@ -79,23 +145,22 @@ def find_changes(
     group, rank, receiver = new.agreement(f"changed() of {len(mapped)} tensors to rank {to}"), new.index, new.ranks.index(to)
     before, after = ({one.target.name: one for one in tensors.entries} for tensors in (old, new))
     mine = {name: _changed_here(one, before, after, rank, receiver) for name, one in mapped.items()}
-    counts = torch.tensor([len(positions) for positions, _ in mine.values()], dtype=torch.int64)
-    gathered = group.gather_bytes(counts.numpy().tobytes(), at_most=counts.nbytes)
-    by_rank = {at: torch.frombuffer(bytearray(gathered[one]), dtype=torch.int64) for at, one in enumerate(new.ranks)}
-    totals = torch.stack([*by_rank.values()]).sum(0)
+    layout = Struct(f"<{len(mine)}q")
+    gathered = group.gather_bytes(layout.pack(*(len(positions) for positions, _ in mine.values())), at_most=layout.size)
+    by_rank = {at: layout.unpack(gathered[one]) for at, one in enumerate(new.ranks)}
     changes, full = Changes(), []
     sends: list[Message] = []
     receives: list[Message] = []
     for at, (name, one) in enumerate(mapped.items()):
         positions, values = mine[name]
-        total = int(totals[at])
+        total = sum(each[at] for each in by_rank.values())
         if total * (positions.itemsize + values.itemsize) >= prod(one.shape) * values.itemsize:
             full.append(name)
         elif total and rank == receiver:
             every = positions.new_empty(total), values.new_empty(total)
             changes.elements[name] = every
             begin = 0
-            for source, size in ((source, int(each[at])) for source, each in by_rank.items()):
+            for source, size in ((source, each[at]) for source, each in by_rank.items()):
                 for whole, own in zip(every, (positions, values)):
                     part = whole[begin : begin + size]
                     if source == rank:

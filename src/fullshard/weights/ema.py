@@ -14,7 +14,7 @@ from fullshard import _torch
 from fullshard.core import ParamGroup, ShardedParameter, clean_name, inner_tensors, units_of
 from fullshard.errors import StateError, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
-from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of
+from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
 
 class EMA:
@@ -183,6 +183,17 @@ class EMA:
             This rank's shard of each average, by the first name of the parameter.
         """
         return {entry.names[0]: average for entry, average in self._pairs("EMA.values()")}
+
+    def over(self, tensors: ModelTensors) -> ModelTensors:
+        """Return the tensors of the model with the averages as values.
+
+        Args:
+            tensors: those of the model.
+
+        Returns:
+            The tensors, of which the averaged ones have other values and dtypes.
+        """
+        return with_values(tensors, self.values())
 
     def _pairs(self, doing: str) -> list[tuple[ModelEntry, Tensor]]:
         """Return the averaged tensors of the model, each with this rank's shard of its average."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -19,6 +22,7 @@ from fullshard.weights.allocating import check_values
 from fullshard.weights.changes import Changes, find_changes
 from fullshard.weights.description import PublishedShard, PublishedTensor, describe, shard_of
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, cast_dtype, map_keys
+from fullshard.weights.saving import save_weights
 from fullshard.weights.streaming import To, is_receiver, stream, written_count
 from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
 
@@ -60,6 +64,17 @@ class Version:
                 "publish with a greater keep=."
             )
         return self.tensors
+
+    def over(self, tensors: ModelTensors) -> ModelTensors:
+        """Return the sealed tensors instead of those of the model, as `save_weights(weights=version)` writes them.
+
+        Args:
+            tensors: those of the model.
+
+        Returns:
+            The sealed ones.
+        """
+        return self.sealed()
 
 
 class Metadata(NamedTuple):
@@ -286,6 +301,55 @@ class Publication:
         changes.full.update(self.stream(version, to, names=full, doing="changed()", copy=True))
         changes.base, changes.digest = since.digest, version.digest
         return changes
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        version: Version | None = None,
+        *,
+        since: Version | None = None,
+        keep: int | None = None,
+        extra: Mapping[str, str | bytes | os.PathLike[str]] | None = None,
+    ) -> str:
+        """Save a version, or what changed since another one, for consumers that read files. Collective.
+
+            weights/
+                step-100/                 a checkpoint, with publication.json: {"digest": ..., "step": 100}
+                latest -> step-100
+                changes-100-110.safetensors
+
+        Args:
+            directory: on a file system that all ranks share.
+            version: None is the latest.
+            since: save only what changed since this version, for `Changes.load`; None saves a whole checkpoint.
+            keep: number of checkpoints to keep, as in `save_weights`; None keeps all. Files of changes are kept.
+            extra: further files of the checkpoint, such as "config.json", as in `save_weights`.
+
+        Returns:
+            The path of the checkpoint, or of the file of changes. It is there whole, or not at all.
+
+        Raises:
+            ValueError, RuntimeError: as `save_weights`, on all ranks; nothing has changed then.
+        """
+        version = version or self.latest
+        if since is None:
+            manifest = json.dumps({"digest": version.digest, "step": version.step})
+            files = {**(extra or {}), "publication.json": manifest}
+            save_weights(
+                self._model, directory, key_map=self._rules, weights=version, step=version.step, keep=keep, extra=files
+            )
+            return os.fspath(Path(directory) / f"step-{version.step}")
+        ranks = version.sealed().ranks
+        changes = self.changed(version, since=since, to=ranks[0])
+        place = Path(directory) / f"changes-{since.step}-{version.step}.safetensors"
+
+        def write() -> None:
+            if version.sealed().index == 0:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                changes.save(place)
+
+        version.sealed().agreement("save()").run(write)
+        return os.fspath(place)
 
     # --- what the classes above use ---
 

@@ -16,14 +16,13 @@ from fullshard.errors import check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.background import Saving, StoreRankGroup, join_saves
 from fullshard.weights.commit import Extra, Replacement, new_token
-from fullshard.weights.ema import EMA
 from fullshard.weights.headers import SINGLE, FileTensor
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, map_keys
 from fullshard.weights.layout import CheckpointLayout, lay_out
 from fullshard.weights.moving import RowWriter
 from fullshard.weights.plan import plan_save
 from fullshard.weights.steps import Steps
-from fullshard.weights.targets import ModelTensors, from_first_rank, tensors_of, with_values
+from fullshard.weights.targets import ModelTensors, OtherValues, from_first_rank, tensors_of
 from fullshard.weights.transfer import Progress, Writer, check_progress
 
 
@@ -62,7 +61,7 @@ def save_weights(
     dtype: torch.dtype | None = ...,
     key_map: KeyMap = ...,
     extra: Extra | None = ...,
-    weights: EMA | None = ...,
+    weights: OtherValues | None = ...,
     step: int | None = ...,
     keep: int | None = ...,
     filename: str = ...,
@@ -83,7 +82,7 @@ def save_weights(
     dtype: torch.dtype | None = ...,
     key_map: KeyMap = ...,
     extra: Extra | None = ...,
-    weights: EMA | None = ...,
+    weights: OtherValues | None = ...,
     step: int | None = ...,
     keep: int | None = ...,
     filename: str = ...,
@@ -103,7 +102,7 @@ def save_weights(
     dtype: torch.dtype | None = None,
     key_map: KeyMap = None,
     extra: Extra | None = None,
-    weights: EMA | None = None,
+    weights: OtherValues | None = None,
     step: int | None = None,
     keep: int | None = None,
     filename: str = SINGLE,
@@ -135,7 +134,7 @@ def save_weights(
         key_map: maps names of the model to names in the files, as in `load_weights`, but without `Convert`.
         extra: further files of the checkpoint, written by the first rank: a dict of names and contents (text, bytes, or the
             path of a file), or a function that gets a folder and writes files into it.
-        weights: moving averages to save instead of the parameters, in the dtype of the averages unless `dtype` is given.
+        weights: an EMA or a sealed Version to save instead of the parameters, in its dtype unless `dtype` is given.
         step: training step. The checkpoint becomes the directory `step-{step}` in `directory`, next to the directories of other
             steps, and at the end the link `latest` points to it.
         keep: number of most recently saved steps to keep. None keeps all.
@@ -177,8 +176,8 @@ def save_weights(
             check_int(name, value)
         check_float_dtype("dtype", dtype, optional=True)
         check_bool("background", background)
-        if weights is not None and not isinstance(weights, EMA):
-            raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
+        if weights is not None and not isinstance(weights, OtherValues):
+            raise ValueError(f"weights must be an EMA, a Version or None, got {type(weights).__name__}.")
         if keep is not None and step is None:
             raise ValueError(f"keep={keep!r} needs step=. Pass step= as well.")
         if not isinstance(filename, str) or os.path.basename(filename) != filename or not filename.endswith(".safetensors"):
@@ -190,7 +189,7 @@ def save_weights(
     tensors = tensors_of(model, prepare=lambda unit: unit.reshard(doing="save_weights()"))
     steps = tensors.agreement("save_weights()").run(checked_steps)
     if weights is not None:
-        tensors = with_values(tensors, weights.values())
+        tensors = weights.over(tensors)
     tensors = from_first_rank(tensors)
     group = tensors.agreement("save_weights()")
     group.run(join_saves)

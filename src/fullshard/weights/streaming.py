@@ -27,10 +27,9 @@ from fullshard.core import (
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.boxes import ModelTensor
-from fullshard.weights.ema import EMA
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, cast_dtype, map_keys
 from fullshard.weights.receiver import Receiver
-from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
+from fullshard.weights.targets import ModelEntry, ModelTensors, OtherValues, tensors_of
 
 To = str | int | dist.ProcessGroup
 
@@ -44,7 +43,7 @@ def iter_full(
     to: To = "all",
     ahead: int = 1,
     copy: bool = False,
-    weights: EMA | None = None,
+    weights: OtherValues | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors of a model one by one, for example to send them to an inference engine. Collective.
 
@@ -55,8 +54,8 @@ def iter_full(
     Args:
         model: sharded or not.
         bucket_bytes: bytes of full tensors in one collective; a larger tensor has a collective of its own. None means 512 MiB
-            on an accelerator and 8 MiB on the CPU, where writing to reused memory is faster than writing to new memory (64 MiB if
-            not all ranks receive).
+            on an accelerator, and 8 MiB on the CPU, where writing to reused memory is faster than to new memory; 64 MiB there
+            if not all ranks receive.
         dtype: dtype of floating-point tensors; None keeps the dtype of the shards.
         key_map: as in `save_weights`, from names of the model to names of the engine. Tensors that rules join or compute are
             copies.
@@ -65,7 +64,7 @@ def iter_full(
         ahead: number of buckets in flight besides the bucket in use.
         copy: give each tensor its own memory. Otherwise a tensor may be a view of its bucket: use it before the next bucket
             begins. A view keeps the memory of its bucket alive.
-        weights: averages to yield instead of the parameters of the model.
+        weights: an EMA, or a sealed Version, to yield instead of the parameters of the model.
 
     Returns:
         An iterator of (name, full tensor), on the device of the mesh. All ranks must exhaust it, or leave it at the same
@@ -83,14 +82,14 @@ def iter_full(
     for name, value, least in (("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes, 1), ("ahead", ahead, 0)):
         check_int(name, value, least=least)
     check_float_dtype("dtype", dtype, optional=True)
-    if weights is not None and not isinstance(weights, EMA):
-        raise ValueError(f"weights must be an EMA or None, got {type(weights).__name__}.")
+    if weights is not None and not isinstance(weights, OtherValues):
+        raise ValueError(f"weights must be an EMA, a Version or None, got {type(weights).__name__}.")
     check_bool("copy", copy)
     is_receiver(to)
     tensors = tensors_of(model, prepare=lambda unit: unit.check_idle(doing="iter_full()"))
     check_values(model, tensors, "iter_full()")
     if weights is not None:
-        tensors = with_values(tensors, weights.values())
+        tensors = weights.over(tensors)
     mapped = map_keys(key_map, tensors.state)
     return stream(tensors, mapped, dtype, to=to, ahead=ahead, bucket_bytes=bucket_bytes, copy=copy)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import prod
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -112,6 +113,14 @@ class ModelTensors:
                     f"{text}, and the checkpoint has one tensor of this name. Give these ranks equal values, or save the "
                     "module of each rank under a name of its own."
                 )
+
+
+@runtime_checkable
+class OtherValues(Protocol):
+    """Values to read instead of those of a model: moving averages, or a sealed version."""
+
+    def over(self, tensors: ModelTensors) -> ModelTensors:
+        """Return the tensors with these values."""
 
 
 def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTensors:
