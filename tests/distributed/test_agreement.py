@@ -72,7 +72,11 @@ def test_work_that_fails_on_some_ranks_raises_the_first_failure_on_all(world: Wo
     for agreement in agreements(world):
         assert agreement.run(lambda: world.rank) == world.rank
         for first in range(world.size):
-            for kind, raised in ((ValueError, ValueError), (KeyError, RuntimeError), (fullshard.StateError, RuntimeError)):
+            for kind, raised in (
+                (ValueError, ValueError),
+                (KeyError, RuntimeError),
+                (fullshard.StateError, fullshard.StateError),
+            ):
 
                 def work(first: int = first, kind: type[Exception] = kind) -> None:
                     if world.rank >= first:

@@ -113,7 +113,7 @@ def stream(
         bucket_bytes = (8 << 20 if to == "all" else 64 << 20) if on_cpu else 512 << 20
     planned = list(_buckets(mapped, bucket_bytes, dtype))
     receiver = None
-    if isinstance(to, int) and tensors.units:
+    if isinstance(to, int) and to is not dist.GroupMember.NON_GROUP_MEMBER and tensors.units:
         names = [[(name, one.shape) for name, one in outputs] for outputs in planned]
         digest = _digest(names, dtype, ahead, _has_values(tensors.entries))
         receiver = Receiver(tensors, to, ahead + 1, f"{doing} of {len(mapped)} tensors to rank {to} ({dtype}; {digest})")
