@@ -138,6 +138,7 @@ def test_layers_are_contiguous_and_rules_join_them(world: World) -> None:
     assert groups == pub.full().groups() and [name for group in groups for name in group] == names
 
 
+@pytest.mark.proves("24b")
 @ranks(2)
 def test_a_version_does_not_change_and_raises_once_it_is_dropped(world: World) -> None:
     model = loaded(world, "rows")
@@ -164,7 +165,7 @@ def test_a_version_does_not_change_and_raises_once_it_is_dropped(world: World) -
 
 
 @pytest.mark.rotates(8)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(70))
 @ranks(1, 2, 4)
 def test_changes_lead_from_version_to_version(world: World, seed: int) -> None:
     """Random steps, writes, seals, deltas, and consumers that restart: the consumer has the bits of the full state dict."""
@@ -209,6 +210,7 @@ def test_changes_lead_from_version_to_version(world: World, seed: int) -> None:
         has = version
 
 
+@pytest.mark.proves("24b")
 @ranks(2)
 def test_a_seal_within_a_step_raises_on_all_ranks_and_seals_nothing(world: World) -> None:
     model = loaded(world, "rows")
@@ -256,6 +258,7 @@ def test_a_rank_that_fails_seals_nothing_on_all(world: World) -> None:
     assert pub.seal(1).number == 2
 
 
+@pytest.mark.proves("24c")
 @ranks(1, 2, 3)
 def test_versions_and_changes_are_saved_for_readers_of_files(world: World) -> None:
     """A checkpoint per version with the digest beside it, and changes that lead from one to the next."""

@@ -29,19 +29,21 @@ from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with
 
 @dataclass(eq=False)
 class Version:
-    """A sealed version of the published weights: copies of this rank's shards.
+    """A sealed version of the published weights: copies of this rank's shards. Made by `Publication.seal`.
 
-    Attributes:
+    Args:
         number: 1 for the first version of a publication, then 2, ...
         step: the training step that was given to `seal`.
         digest: text of 16 hex digits that stands for the version, equal on all ranks and different for each version.
+        tensors: the tensors of the model with the sealed values; None once the version is dropped.
+        map: returns what the rules make of them.
     """
 
     number: int
     step: int
     digest: str
-    tensors: ModelTensors | None  # with the sealed values; None once the version is dropped
-    map: Callable[[ModelTensors], dict[str, MappedTensor]]  # applies the rules
+    tensors: ModelTensors | None
+    map: Callable[[ModelTensors], dict[str, MappedTensor]]
 
     @cached_property
     def mapped(self) -> dict[str, MappedTensor]:
@@ -57,7 +59,14 @@ class Version:
         return f"version {self.number} (step {self.step}, {self.digest}){'' if self.tensors else ', dropped'}"
 
     def sealed(self) -> ModelTensors:
-        """Return the tensors with the sealed values. Raises StateError if the version was dropped."""
+        """Return the tensors with the sealed values.
+
+        Returns:
+            The tensors of the model.
+
+        Raises:
+            StateError: if the version was dropped.
+        """
         if self.tensors is None:
             raise StateError(
                 f"Version {self.number} (step {self.step}) was dropped, since later versions were sealed. Read a later one, or "
@@ -88,7 +97,14 @@ class Metadata(NamedTuple):
 class FullWeights:
     """Full tensors of a version, layer by layer: iterate it, once or several times. Each iteration is collective.
 
-    It has the methods that vLLM 0.33 asks of a `WeightSource`. All ranks iterate in step.
+    It has the methods that vLLM 0.33 asks of a `WeightSource`. All ranks iterate in step. Made by `Publication.full`.
+
+    Args:
+        publication: the publication.
+        version: the version to read.
+        to: as in `iter_full`.
+        ahead: as in `iter_full`.
+        bucket_bytes: as in `iter_full`.
     """
 
     def __init__(self, publication: Publication, version: Version, to: To, ahead: int, bucket_bytes: int | None) -> None:
@@ -96,22 +112,38 @@ class FullWeights:
         self._to, self._ahead, self._bucket_bytes = to, ahead, bucket_bytes
 
     def metadata(self) -> list[Metadata]:
-        """Return name, dtype and shape of every tensor, in the order of the iteration. The layers are contiguous."""
+        """Return name, dtype and shape of every tensor, in the order of the iteration.
+
+        Returns:
+            One entry per tensor; those of a layer are contiguous.
+        """
         return [Metadata(one.name, one.dtype, one.shape) for one in self._publication.tensors]
 
     def groups(self) -> list[list[str]]:
-        """Return the names by layer; a tensor outside of the layers is a group of its own."""
+        """Return the names by layer.
+
+        Returns:
+            The names of each layer, in the order of the iteration; a tensor outside of the layers is a group of its own.
+        """
         found: dict[str, list[str]] = {}
         for one in self._publication.tensors:
             found.setdefault(_layer_of(one.name), []).append(one.name)
         return list(found.values())
 
     def held_names(self) -> list[str]:
-        """Return the names that this rank yields: all, or none on a rank that does not receive."""
+        """Return the names that this rank yields.
+
+        Returns:
+            All names; none on a rank that does not receive.
+        """
         return [one.name for one in self._publication.tensors] if is_receiver(self._to) else []
 
     def iter_groups(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors of each group. Collective."""
+        """Yield the tensors of each group. Collective.
+
+        Yields:
+            (name, full tensor) of each tensor of a group.
+        """
         named = iter(self)
         for group in self.groups() if is_receiver(self._to) else ():
             yield [next(named) for _ in group]
@@ -119,7 +151,7 @@ class FullWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full tensor. Raises StateError if the version is dropped meanwhile. Collective."""
-        streamed = self._publication.stream(self._version, self._to, ahead=self._ahead, bucket_bytes=self._bucket_bytes)
+        streamed = self._publication._stream(self._version, self._to, ahead=self._ahead, bucket_bytes=self._bucket_bytes)
         while True:
             self._version.sealed()  # raises if the version was dropped while the caller used the last tensor
             named = next(streamed, None)
@@ -131,8 +163,17 @@ class FullWeights:
 class Publication:
     """Weights of a model under the names of a checkpoint. Made by `publish()`; print it for what each transport takes.
 
-    Attributes:
-        tensors: descriptions of the published tensors, in the order in which they are sent.
+    `tensors` describes the published tensors, in the order in which they are sent.
+
+    Args:
+        model: as in `publish`.
+        rules: as in `publish`.
+        dtype: as in `publish`.
+        keep: as in `publish`.
+        adapters_only: as in `publish`.
+
+    Raises:
+        ValueError: as `publish`.
     """
 
     def __init__(self, model: nn.Module, rules: KeyMap, dtype: torch.dtype | None, keep: int, adapters_only: bool) -> None:
@@ -175,7 +216,11 @@ class Publication:
 
     @property
     def latest(self) -> Version:
-        """The version that was sealed last. Raises StateError before the first `seal()`."""
+        """The version that was sealed last.
+
+        Raises:
+            StateError: before the first `seal()`.
+        """
         if not self._versions:
             raise StateError("No version is sealed. Call seal(step) first.")
         return self._versions[-1]
@@ -238,7 +283,9 @@ class Publication:
 
         Args:
             version: None is the latest.
-            to, ahead, bucket_bytes: as in `iter_full`.
+            to: as in `iter_full`.
+            ahead: as in `iter_full`.
+            bucket_bytes: as in `iter_full`.
 
         Returns:
             An iterable of (name, full tensor).
@@ -281,7 +328,7 @@ class Publication:
                 local = entry.local
                 found[published.name] = local if entry.parameter is None else entry.parameter.dtensor_like_shard(local)
         joined = [one.name for one in self.tensors if one.not_sharded]
-        found |= self.stream(version, "all", names=joined, doing="state_dict()", copy=True)
+        found |= self._stream(version, "all", names=joined, doing="state_dict()", copy=True)
         return {one.name: found[one.name] for one in self.tensors}
 
     def changed(self, version: Version | None = None, *, since: Version, to: int = 0) -> Changes:
@@ -298,7 +345,7 @@ class Publication:
         """
         version = version or self.latest
         changes, full = find_changes(since.sealed(), version.sealed(), version.mapped, to)
-        changes.full.update(self.stream(version, to, names=full, doing="changed()", copy=True))
+        changes.full.update(self._stream(version, to, names=full, doing="changed()", copy=True))
         changes.base, changes.digest = since.digest, version.digest
         return changes
 
@@ -353,7 +400,7 @@ class Publication:
 
     # --- what the classes above use ---
 
-    def stream(
+    def _stream(
         self,
         version: Version,
         to: To,
