@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import CUTS, Net, contents, loaded, values
+from exits import Rank, run_job, soon
 from harness import World, ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -304,6 +308,51 @@ def test_changes_are_saved_whole_or_not_at_all_and_all_ranks_are_told(world: Wor
     dist.barrier()
     assert contents(folder) == before
     assert pub.save(folder, since=first)
+
+
+def dying(rank: Rank, place: str, victim: int) -> None:
+    """A rank dies at a place of a seal, or of a save of changes."""
+    rank.begin()
+    mesh = rank.mesh()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)])
+    for module in (*model, model):
+        fullshard.fully_shard(module, mesh=mesh)
+    pub, folder = fullshard.publish(model, keep=3), rank.folder / "published"
+    first = pub.seal(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    pub.seal(1)
+    pub.save(folder, since=first)
+    dist.barrier()
+
+    rank.event()
+    with ExitStack() as planted:
+        if rank.rank == victim:
+            planted.enter_context(mock.patch(place, side_effect=lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)))
+        pub.save(folder, since=first) if place in SAVING else pub.seal(2)
+
+
+SAVING = ("fullshard.weights.changes.header_bytes", "os.fsync", "os.replace", "fullshard.weights.publish.find_changes")
+SEALING = (
+    "fullshard.weights.publish.tensors_of",
+    "torch.empty",
+    "torch._foreach_copy_",
+    "fullshard.weights.publish.written_count",
+)
+
+
+@pytest.mark.parametrize("place", [*SAVING, *SEALING])
+def test_a_rank_that_dies_in_a_seal_or_a_save_is_named_and_the_file_is_whole(place: str, tmp_path: Path) -> None:
+    for victim in (0, 1) if place in SEALING or "find" in place else (0,):
+        folder = tmp_path / str(victim)
+        folder.mkdir()
+        ranks_of_job = run_job(dying, 2, place=place, victim=victim, folder=folder)
+        survivor = ranks_of_job[1 - victim]
+        assert f"rank {victim}" in survivor.raised and survivor.seconds < soon(15.0), str(survivor)
+        changes = fullshard.weights.Changes.load(folder / "published" / "changes-0-1.safetensors")
+        assert changes.full or changes.elements
 
 
 @pytest.mark.parametrize(

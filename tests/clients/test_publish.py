@@ -1,0 +1,66 @@
+"""Versions that `publish()` saves and streams, as transformers and a loader like vLLM's take them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from launch import launch, shared_folder
+from test_save_pretrained import TO_FILES, build
+
+
+def _publish(rank: int, size: int, *, kind: str) -> None:
+    import torch.distributed as dist
+    import transformers
+
+    import fullshard
+
+    folder, model = shared_folder() / "weights", build(kind)
+    config = model.config.to_json_string()
+    fullshard.shard_model(model)
+    pub = fullshard.publish(model, rules=TO_FILES if kind == "Mixtral" else None, dtype=torch.bfloat16)
+    base: Any = None
+    state: dict[str, torch.Tensor] = {}
+    for step in range(3):
+        ids = torch.arange(8).view(1, 8) + step
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+        version = pub.seal(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)  # what is sealed is what consumers read
+        path = pub.save(folder, extra={"config.json": config})
+        read = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(1.0)
+            mine = model(input_ids=ids).logits
+        torch.testing.assert_close(read(input_ids=ids).logits.float(), mine, atol=0.05, rtol=0.05)
+        assert json.loads((folder / "latest" / "publication.json").read_text())["digest"] == version.digest
+        source = pub.full(version, to=0)
+        described = {one.name: (one.dtype, one.shape) for one in source.metadata()}
+        received = {name: tensor.clone() for group in source.iter_groups() for name, tensor in group}
+        assert set(received) == (set(described) if rank == 0 else set())
+        for name, tensor in received.items():
+            assert (tensor.dtype, tuple(tensor.shape)) == described[name]
+        if base is not None:
+            changes = fullshard.weights.Changes.load(pub.save(folder, since=base))
+            if rank == 0:
+                assert changes.apply(state, base.digest) == version.digest
+                assert all(torch.equal(state[name], tensor) for name, tensor in received.items())
+        if not state:
+            state = received
+        base = version
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mixtral"])
+def test_consumers_have_the_weights_of_each_version(kind: str) -> None:
+    """from_pretrained computes with the sealed weights, streams have what their metadata says, and files of changes lead on."""
+    launch(_publish, size=2, kind=kind)
