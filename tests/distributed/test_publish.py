@@ -210,7 +210,7 @@ def test_changes_lead_from_version_to_version(world: World, seed: int) -> None:
             assert changes.apply(consumer, has.digest) == version.digest
             assert all(torch.equal(one, consumer[name]) for name, one in whole.items())
         else:
-            assert not changes.elements and not changes.full
+            assert not changes.elements and not changes.full and not changes.digest
         has = version
 
 
@@ -371,10 +371,83 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) 
 
 
 @ranks(2)
+def test_what_counts_of_writes_miss_is_sealed_too(world: World) -> None:
+    """Frozen parameters that are replaced, or written by a collective, and buffers of other values on each rank."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    model.own = nn.Parameter(torch.zeros(2), requires_grad=False)
+    fullshard.fully_shard(model, mesh=world.mesh, ignored_params={model.own})
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+    state = {name: one.clone() for name, one in pub.full(to=1)}
+    model.own = nn.Parameter(torch.ones(2), requires_grad=False)
+    dist.all_reduce(model[0].weight.to_local())
+    model[1].running_mean.fill_(world.rank + 1.0)
+    if world.rank:
+        model[1].running_var.mul_(3.0)  # buffers may be of one rank
+    pub.seal(1)
+    for to in (0, 1):
+        found = dict(pub.full(to=to))
+        if world.rank == to:
+            assert torch.equal(found["own"], torch.ones(2)) and torch.equal(found["1.running_mean"], torch.ones(4))
+            assert torch.equal(found["1.running_var"], torch.ones(4))
+    weight = model[0].weight.full_tensor()
+    changes = pub.changed(since=first, to=1)
+    if world.rank == 1:
+        changes.apply(state, first.digest)
+        assert torch.equal(state["0.weight"], weight) and torch.equal(state["1.running_mean"], torch.ones(4))
+
+
+@ranks(2)
+def test_ranks_that_ask_for_different_changes_are_told(world: World) -> None:
+    model = loaded(world, "rows")
+    pub = fullshard.publish(model, keep=3)
+    versions = [pub.seal(step) for step in range(2)]
+    with pytest.raises(ValueError, match="to must be one of the ranks|0 to 1"):
+        pub.changed(since=versions[0], to=5)
+    with pytest.raises(fullshard.StateError, match="Ranks diverged"):
+        pub.changed(since=versions[world.rank], to=0)
+
+
+def test_changes_are_applied_whole_or_not_at_all() -> None:
+    model = nn.Linear(3, 3)
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+    with torch.no_grad():
+        model.weight[0, 0] += 1.0
+        model.bias[1] += 1.0
+    pub.seal(1)
+    changes = pub.changed(since=first)
+    assert set(changes.elements) == {"weight", "bias"}
+    for wrong in (torch.zeros(3, dtype=torch.float64), torch.zeros(6)[::2]):
+        state = {"weight": torch.zeros(3, 3), "bias": wrong}
+        with pytest.raises(ValueError, match="Expected 'bias' of the state to be contiguous"):
+            changes.apply(state, first.digest)
+        assert not state["weight"].any()
+
+
+@ranks(2)
+def test_an_unsharded_model_is_published_by_each_rank_for_itself(world: World) -> None:
+    torch.manual_seed(world.rank)
+    model, folder = nn.Linear(2, 2).requires_grad_(), world.folder("unsharded")
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    pub.seal(1)
+    changes = pub.changed(since=first, to=1)
+    assert bool(changes.digest) is (world.rank == 1) and set(changes.full) == ({"weight"} if world.rank else set())
+    pub.save(folder, since=first)
+    dist.barrier()
+    assert set(fullshard.weights.Changes.load(folder / "changes-0-1.safetensors").full) == {"weight"}
+
+
+@ranks(2)
 def test_rules_that_differ_between_ranks_are_refused_on_all(world: World) -> None:
     model = loaded(world, "rows")
     with pytest.raises(ValueError, match="other rules, dtype, keep"):
         fullshard.publish(model, rules=[Rename("^blocks", "layers")] if world.rank else None)
+    with pytest.raises(ValueError, match="nothing"):
+        fullshard.publish(model, rules=[Keep("nothing")] if world.rank else None)
 
 
 @ranks(2)

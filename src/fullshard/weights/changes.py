@@ -122,29 +122,38 @@ class Changes:
 
         Raises:
             StateError: if the changes were made for another version; nothing is written.
-            ValueError: if `state` lacks a tensor; nothing is written.
+            ValueError: if `state` lacks a tensor, or has one of another shape or dtype, or not contiguous; nothing is written.
         """
         if base != self.base:
             raise StateError(
                 f"These changes are from version {self.base} to {self.digest}, and the state is of {base}. Load all."
             )
-        if lacking := [name for name in (*self.elements, *self.full) if name not in state]:
-            raise ValueError(f"The state has no '{lacking[0]}', which has changed.")
+        new = {name: values for name, (_, values) in self.elements.items()} | self.full
+        for name, values in new.items():
+            own = state.get(name)
+            if own is None:
+                raise ValueError(f"The state has no '{name}', which has changed.")
+            if own.dtype != values.dtype or not own.is_contiguous() or (name in self.full and own.shape != values.shape):
+                raise ValueError(
+                    f"Expected '{name}' of the state to be contiguous, of {values.dtype} and of the published shape, got "
+                    f"{own.dtype} of {tuple(own.shape)}."
+                )
         for name, (positions, values) in self.elements.items():
-            state[name].view(-1)[positions.long()] = values.to(state[name].device)
-        for name, value in self.full.items():
-            state[name].copy_(value)
+            own = state[name].view(-1)
+            own[positions.to(own.device).long()] = values.to(own.device)
+        for name, values in self.full.items():
+            state[name].copy_(values)
         return self.digest
 
 
 @torch.no_grad()
 def find_changes(
-    old: ModelTensors, new: ModelTensors, mapped: Mapping[str, MappedTensor], to: int
+    old: ModelTensors, new: ModelTensors, mapped: Mapping[str, MappedTensor], to: int, doing: str
 ) -> tuple[Changes, list[str]]:
     """Send positions and values of changed elements to rank `to`. Return them, and the names of tensors to send whole."""
-    group, rank, receiver = new.agreement(f"changed() of {len(mapped)} tensors to rank {to}"), new.index, new.ranks.index(to)
+    group, rank, receiver = new.agreement(doing), new.index, new.ranks.index(to) if new.units else new.index
     before, after = ({one.target.name: one for one in tensors.entries} for tensors in (old, new))
-    mine = {name: _changed_here(one, before, after, rank, receiver) for name, one in mapped.items()}
+    mine = group.run(lambda: {name: _changed_here(one, before, after, rank, receiver) for name, one in mapped.items()})
     layout = Struct(f"<{len(mine)}q")
     gathered = group.gather_bytes(layout.pack(*(len(positions) for positions, _ in mine.values())), at_most=layout.size)
     by_rank = {at: layout.unpack(gathered[one]) for at, one in enumerate(new.ranks)}
@@ -190,8 +199,7 @@ def _changed_here(
         if rank != (receiver if receiver in replicas else replicas[0]):
             continue
         new, old = (one.view(1) if not one.ndim else one for one in map(piece.view_as_mapped, (new, old)))
-        bits = _BITS[new.itemsize]
-        where = (new.view(bits) != old.view(bits)).nonzero(as_tuple=True)
+        where = _differ(new, old).nonzero(as_tuple=True)
         begins = zip(where, at.start, strides)
         flat = sum(
             ((index + start) * stride for index, start, stride in begins), new.new_zeros(len(where[0]), dtype=torch.int64)
@@ -202,3 +210,11 @@ def _changed_here(
         like = next(iter(after.values())).local
         return like.new_empty(0, dtype=index_dtype), like.new_empty(0, dtype=mapped.dtype)
     return torch.cat(positions), torch.cat(values)
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Return where the bits of two tensors differ."""
+    if one.dtype == torch.complex128:  # no integer has as many bits
+        return _differ(torch.view_as_real(one), torch.view_as_real(other)).any(-1)
+    bits = _BITS[one.itemsize]
+    return one.view(bits) != other.view(bits)

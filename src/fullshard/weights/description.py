@@ -65,7 +65,7 @@ def describe(name: str, mapped: MappedTensor, entries: Mapping[str, ModelEntry],
     """Describe a tensor that rules make of the tensors of a model."""
     kept, entry = cast_dtype(mapped.dtype, dtype), _same_as(mapped, entries)
     if entry is None:
-        text = f"rules make it of {mapped.sources}"
+        text = f"rules make it of {mapped.sources or 'nothing'}"
         return PublishedTensor(name, kept, mapped.shape, None, (), text, text)
     if entry.parameter is None:
         return PublishedTensor(name, kept, mapped.shape, None, (), "", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from fullshard.core import Unit
+from fullshard.core import Agreement, Unit
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int, some_of
 from fullshard.weights.allocating import check_values
 from fullshard.weights.changes import Changes, find_changes
@@ -24,7 +24,7 @@ from fullshard.weights.description import PublishedShard, PublishedTensor, descr
 from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, cast_dtype, map_keys
 from fullshard.weights.saving import save_weights
 from fullshard.weights.streaming import To, is_receiver, stream, written_count
-from fullshard.weights.targets import ModelEntry, ModelTensors, tensors_of, with_values
+from fullshard.weights.targets import ModelEntry, ModelTensors, from_first_rank, tensors_of, with_values
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Version:
     Args:
         number: 1 for the first version of a publication, then 2, ...
         step: the training step that was given to `seal`.
-        digest: text of 16 hex digits that stands for the version, equal on all ranks and different for each version.
+        digest: text of 16 hex digits that stands for the version, equal on all ranks of the model, another for each version.
         tensors: the tensors of the model with the sealed values; None once the version is dropped.
         map: returns what the rules make of them.
     """
@@ -180,17 +180,10 @@ class Publication:
         self._model, self._rules, self._dtype, self._adapters_only = model, rules, dtype, adapters_only
         self._versions: deque[Version] = deque(maxlen=keep)
         self._token, self._count = "", 0
-        now = self._now(model, "publish()")
+        group = tensors_of(model).agreement("publish()")
+        now = group.run(lambda: self._now(model, "publish()"))
         check_values(model, now, "publish()")
-        mapped = self._map(now)
-        if not mapped:
-            raise ValueError("publish() leaves no tensor to publish. Check rules= and adapters_only=.")
-        for name, one in mapped.items():
-            if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):
-                raise ValueError(f"publish() does not support Convert, got one for '{name}'. Rename, join or split instead.")
-        entries = {one.target.name: one for one in now.entries}
-        self.tensors: tuple[PublishedTensor, ...] = tuple(describe(name, one, entries, dtype) for name, one in mapped.items())
-        group = now.agreement("publish()")
+        self.tensors: tuple[PublishedTensor, ...] = group.run(lambda: self._descriptions(now))
         options = [(one.name, one.dtype, one.shape) for one in self.tensors], keep
         if not group.all_equal(repr(options).encode("utf-8", "backslashreplace")):
             raise ValueError(
@@ -199,6 +192,15 @@ class Publication:
         self._token = group.first_rank_bytes(uuid4().hex.encode()).decode()
         self._note(now)
         self._described = _described(now)
+
+    def _descriptions(self, now: ModelTensors) -> tuple[PublishedTensor, ...]:
+        mapped, entries = self._map(now), {one.target.name: one for one in now.entries}
+        if not mapped:
+            raise ValueError("publish() leaves no tensor to publish. Check rules= and adapters_only=.")
+        for name, one in mapped.items():
+            if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):
+                raise ValueError(f"publish() does not support Convert, got one for '{name}'. Rename, join or split instead.")
+        return tuple(describe(name, one, entries, self._dtype) for name, one in mapped.items())
 
     def __str__(self) -> str:
         """Return what is published, and what each transport takes of it."""
@@ -229,8 +231,8 @@ class Publication:
     def seal(self, step: int) -> Version:
         """Copy this rank's shards, in the published dtype, into a new version. Collective.
 
-        The oldest version is dropped if there are more than `keep`, and its memory is used again. Frozen tensors that were not
-        written since the last version are shared with it.
+        The oldest version is dropped if there are more than `keep`, and its memory is used again. Frozen parameters with
+        the values of the last version are shared with it.
 
         Args:
             step: training step of the weights, at least 0.
@@ -239,9 +241,9 @@ class Publication:
             The version; nothing that is trained or loaded later changes it.
 
         Raises:
-            ValueError: on all ranks, if `step` is invalid or differs.
-            StateError: on all ranks, and nothing is sealed: inside a forward or backward, while gradients are accumulated, or
-                if only some ranks wrote a tensor since the last version.
+            ValueError: on all ranks, if `step` is invalid.
+            StateError: on all ranks, and nothing is sealed: if `step` differs, inside a forward or backward, while gradients
+                are accumulated, or if only some ranks wrote a parameter since the last version.
         """
         doing = f"seal({step!r})"
         group = self._known.agreement(doing)
@@ -254,24 +256,21 @@ class Publication:
             return now
 
         now = group.run(check)
-        written = [written_count(one) != self._written[one.target.name] for one in now.entries]
-        rows = torch.tensor(written, dtype=torch.uint8).view(-1, 1).to(group.device)
-        # A rank without elements of a parameter need not write it.
-        present = torch.tensor([one.local.numel() > 0 for one in now.entries], dtype=torch.uint8).to(group.device)
-        if (at := group.first_unequal(rows, present)) is not None:
+        if (name := self._written_on_some(group, now)) is not None:
             raise StateError(
-                f"{doing}: '{now.entries[at].names[0]}' or a parameter of its group was written since the last version, or "
-                "publish(), on some ranks only: their weights are of different steps. Step on all ranks, then seal."
+                f"{doing}: '{name}' or a parameter of its group was written since the last version, or publish(), on some "
+                "ranks only: their weights are of different steps. Step on all ranks, then seal."
             )
         dropped = self._versions[0] if len(self._versions) == self._versions.maxlen else None
-        values, copies = group.run(lambda: self._allocated(now, written, dropped))
+        values, copies = group.run(lambda: self._allocated(now, dropped))
         if dropped is not None:
             dropped.tensors = None  # its memory is overwritten now
             self._versions.popleft()
         group.run(lambda: torch._foreach_copy_([copy for copy, _ in copies], [local for _, local in copies]))
         self._count += 1
         digest = sha256(f"{self._token} {self._count} {step}".encode()).hexdigest()[:16]
-        version = Version(self._count, step, digest, with_values(now, values), self._map)
+        # As in a checkpoint, tensors that no unit manages are those of the first rank.
+        version = Version(self._count, step, digest, from_first_rank(with_values(now, values)), self._map)
         self._versions.append(version)
         self._note(now)
         return version
@@ -291,6 +290,7 @@ class Publication:
             An iterable of (name, full tensor).
         """
         check_int("ahead", ahead, least=0)
+        check_int("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes)
         is_receiver(to)  # or raise ValueError
         return FullWeights(self, version or self.latest, to, ahead, bucket_bytes)
 
@@ -301,7 +301,8 @@ class Publication:
             version: None is the latest.
 
         Yields:
-            Descriptions with views of the sealed memory. Raises StateError if the version is dropped meanwhile.
+            Descriptions with views of the sealed memory: finish to read them, on all streams, before `keep` further seals.
+            Raises StateError if the version is dropped meanwhile.
         """
         version = version or self.latest
         entries, index = {one.target.name: one for one in version.sealed().entries}, version.sealed().index
@@ -316,8 +317,8 @@ class Publication:
             version: None is the latest.
 
         Returns:
-            DTensors, and plain tensors where each rank has all of it. Those that rules join or split are gathered, which is
-            collective.
+            DTensors, and plain tensors where each rank has all of it: views of the sealed memory, so finish to read them, on
+            all streams, before `keep` further seals. Those that rules join or split are gathered, which is collective.
         """
         version = version or self.latest
         entries = {one.target.name: one for one in version.sealed().entries}
@@ -332,7 +333,7 @@ class Publication:
         return {one.name: found[one.name] for one in self.tensors}
 
     def changed(self, version: Version | None = None, *, since: Version, to: int = 0) -> Changes:
-        """Return what changed between two versions, on the rank that receives. Collective.
+        """Return what changed between two versions, to the rank that receives. Collective.
 
         Args:
             version: the newer version; None is the latest.
@@ -342,11 +343,24 @@ class Publication:
         Returns:
             By name, positions and values of the changed elements, or the full tensor where that has fewer bytes; empty on other
             ranks.
+
+        Raises:
+            ValueError: if `to` is no rank of the model.
+            StateError: if a version was dropped, or ranks pass other versions.
         """
         version = version or self.latest
-        changes, full = find_changes(since.sealed(), version.sealed(), version.mapped, to)
-        changes.full.update(self._stream(version, to, names=full, doing="changed()", copy=True))
-        changes.base, changes.digest = since.digest, version.digest
+        ranks, receives = version.sealed().ranks, is_receiver(check_int("to", to, least=0))
+        if not version.sealed().units:  # each rank has a model of its own
+            ranks = (to,) if receives else ()
+        elif to not in ranks:
+            raise ValueError(f"to must be one of the ranks {ranks} of the model, got {to}.")
+        if not ranks:
+            return Changes()
+        doing = f"changed() from {since.digest} to {version.digest} to rank {to}"
+        changes, full = find_changes(since.sealed(), version.sealed(), version.mapped, to, doing)
+        changes.full.update(self._stream(version, to, names=full, doing=doing, copy=True))
+        if receives:
+            changes.base, changes.digest = since.digest, version.digest
         return changes
 
     def save(
@@ -391,7 +405,7 @@ class Publication:
         place = Path(directory) / f"changes-{since.step}-{version.step}.safetensors"
 
         def write() -> None:
-            if version.sealed().index == 0:
+            if is_receiver(ranks[0]):
                 place.parent.mkdir(parents=True, exist_ok=True)
                 changes.save(place)
 
@@ -443,12 +457,23 @@ class Publication:
             layers.setdefault(_layer_of(name), []).append(name)
         return {name: mapped[name] for names in layers.values() for name in names}
 
-    def _allocated(
-        self, now: ModelTensors, written: Sequence[bool], dropped: Version | None
-    ) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    def _written_on_some(self, group: Agreement, now: ModelTensors) -> str | None:
+        """Return the name of a parameter that only some ranks wrote since the last version; None if there is none. Collective.
+
+        Writes are counted by parameter group. A rank that has no elements of one of its parameters need not write.
+        """
+        empty = {id(one.parameter.group()) for one in now.entries if one.parameter is not None and not one.local.numel()}
+        counts = [one.parameter is not None and id(one.parameter.group()) not in empty for one in now.entries]
+        written = [written_count(one) != self._written[one.target.name] for one in now.entries]
+        rows, present = (torch.tensor(one, dtype=torch.uint8).to(group.device) for one in (written, counts))
+        at = group.first_unequal(rows.view(-1, 1), present)
+        return None if at is None else now.entries[at].names[0]
+
+    def _allocated(self, now: ModelTensors, dropped: Version | None) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         """Return memory for the shards, by name, and (memory, shard) to copy.
 
-        Frozen tensors that were not written are those of the last version. The others take the memory of the dropped version.
+        Frozen parameters with the values of the last version are those of the last version. The others take the memory of the
+        dropped version.
         """
         last = {} if not self._versions else {one.target.name: one.local for one in self._versions[-1].sealed().entries}
         free = {} if dropped is None else {one.target.name: one.local for one in dropped.sealed().entries}
@@ -456,12 +481,13 @@ class Publication:
         in_use = {one.local.data_ptr() for version in others for one in version.sealed().entries}
         values: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
-        for entry, is_written in zip(now.entries, written):
+        for entry in now.entries:
             name, local = entry.target.name, entry.local
-            if name in last and not is_written and not _is_trainable(entry):
+            memory, dtype = free.get(name), cast_dtype(local.dtype, self._dtype)
+            # Counts of writes miss some, as of collectives into a shard. So values are compared.
+            if name in last and not _is_trainable(entry) and torch.equal(last[name], local.to(dtype)):
                 values[name] = last[name]
                 continue
-            memory, dtype = free.get(name), cast_dtype(local.dtype, self._dtype)
             if memory is None or (memory.shape, memory.dtype) != (local.shape, dtype) or memory.data_ptr() in in_use:
                 memory = torch.empty(local.shape, dtype=dtype, device=local.device)
             values[name] = memory

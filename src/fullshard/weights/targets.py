@@ -129,8 +129,8 @@ def with_values(tensors: ModelTensors, values: Mapping[str, Tensor]) -> ModelTen
     wrong = [name for name, value in values.items() if shapes.get(name) != value.shape]
     if wrong:
         raise ValueError(
-            f"weights= has averages of {some_of(wrong)}, and the model has no parameters of these names and shapes. Pass the "
-            "model that the averages were made of."
+            f"weights= has values of {some_of(wrong)}, and the model has no parameters of these names and shapes. Pass the "
+            "model that they were made of."
         )
 
     def changed(entry: ModelEntry) -> ModelEntry:
