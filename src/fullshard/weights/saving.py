@@ -188,11 +188,8 @@ def save_weights(
 
     tensors = tensors_of(model, prepare=lambda unit: unit.reshard(doing="save_weights()"))
     steps = tensors.agreement("save_weights()").run(checked_steps)
-    group = tensors.agreement("save_weights()")
-    if weights is not None:
-        live, other = tensors, weights
-        tensors = group.run(lambda: other.over(live))
-    tensors = from_first_rank(tensors)
+    live, group = tensors, tensors.agreement("save_weights()")
+    tensors = from_first_rank(group.run(lambda: live if weights is None else weights.over(live)))
     group.run(join_saves)
     check_values(model, tensors, "save_weights()")
     layout, outputs = group.run(lambda: _outputs(tensors, key_map, dtype, max_shard_bytes, filename))
