@@ -222,7 +222,7 @@ class Agreement(Ranks):
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
                 start = partial(dist.broadcast, message, source, group=group, async_op=True)
-                self._send(self.groups[group], group, [moved], start).wait()
+                self._send(self.groups[group], group, [moved], start)
             if moved is not mine:
                 mine.copy_(moved)
 
@@ -236,16 +236,19 @@ class Agreement(Ranks):
         first, axis = next(iter(self.groups.items()))
         group = group_of(self.ranks, first)
         parts = received, sent, list(received_sizes), list(sent_sizes)
-        return self._send(axis, group, [received], partial(dist.all_to_all_single, *parts, group=group, async_op=True))
+        return self._start(axis, group, [received], partial(dist.all_to_all_single, *parts, group=group, async_op=True))
 
     # --- running and logging ---
 
     def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], Started]) -> None:
         assert self._communicator is not None
         collectives = self._communicator.collectives_of_group(group)
-        self._send(self.groups[group], group, fulls, partial(start, collectives)).wait()
+        self._send(self.groups[group], group, fulls, partial(start, collectives))
 
-    def _send(
+    def _send(self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]) -> None:
+        self._start(axis, group, fulls, start).wait()
+
+    def _start(
         self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]
     ) -> CollectiveCall:
         communicator = self._communicator
