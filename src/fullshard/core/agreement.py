@@ -236,7 +236,8 @@ class Agreement(Ranks):
         first, axis = next(iter(self.groups.items()))
         group = group_of(self.ranks, first)
         parts = received, sent, list(received_sizes), list(sent_sizes)
-        return self._start(axis, group, [received], partial(dist.all_to_all_single, *parts, group=group, async_op=True))
+        start = partial(dist.all_to_all_single, *parts, group=group, async_op=True)
+        return self._send(axis, group, [received], start, wait=False)
 
     # --- running and logging ---
 
@@ -245,11 +246,14 @@ class Agreement(Ranks):
         collectives = self._communicator.collectives_of_group(group)
         self._send(self.groups[group], group, fulls, partial(start, collectives))
 
-    def _send(self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]) -> None:
-        self._start(axis, group, fulls, start).wait()
-
-    def _start(
-        self, axis: ShardAxis, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[], Started]
+    def _send(
+        self,
+        axis: ShardAxis,
+        group: dist.ProcessGroup,
+        fulls: Sequence[Tensor],
+        start: Callable[[], Started],
+        *,
+        wait: bool = True,
     ) -> CollectiveCall:
         communicator = self._communicator
         assert communicator is not None
@@ -263,6 +267,8 @@ class Agreement(Ranks):
             return start()
 
         self._last = sent = communicator.send(communicator.reduce_scatter_stream, fingerprints, self._doing, recorded)
+        if wait:
+            sent.wait()
         return sent
 
 
