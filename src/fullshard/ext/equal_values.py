@@ -104,7 +104,7 @@ def _compare(unit: Unit, _: nn.Module) -> None:
     with torch.no_grad():
         claims = [claim for one in parameters for claim in _claims(one, parallel.values())]
         claims.sort(key=lambda claim: _ORDER.index(claim.error))
-        # What a parameter is says over which tensor-parallel ranks its values are compared. So they compare that first.
+        # Placements decide over which tensor-parallel ranks values are compared. So descriptions are compared first.
         first = [claim for claim in claims if not claim.error] if parallel else []
         for part in filter(None, (first, claims[len(first) :])):
             doing = f"comparison of {len(parameters)} parameters"

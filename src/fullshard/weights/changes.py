@@ -153,6 +153,10 @@ def find_changes(
     """Send positions and values of changed elements to rank `to`. Return them, and the names of tensors to send whole."""
     group, rank, receiver = new.agreement(doing), new.index, new.ranks.index(to) if new.units else new.index
     before, after = ({one.target.name: one for one in tensors.entries} for tensors in (old, new))
+    if moved := [name for name, one in after.items() if before[name].target.shard_map != one.target.shard_map]:
+        raise StateError(
+            f"'{moved[0]}' was sharded otherwise in the older version, so its changes are unknown. Send all of it."
+        )
     mine = group.run(lambda: {name: _changed_here(one, before, after, rank, receiver) for name, one in mapped.items()})
     layout = Struct(f"<{len(mine)}q")
     gathered = group.gather_bytes(layout.pack(*(len(positions) for positions, _ in mine.values())), at_most=layout.size)

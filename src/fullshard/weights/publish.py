@@ -393,6 +393,8 @@ class Publication:
             ValueError, RuntimeError: as `save_weights`, on all ranks; nothing has changed then.
         """
         version = version or self.latest
+        if since is not None and (keep is not None or extra is not None):
+            raise ValueError("keep= and extra= are for checkpoints, and since= saves changes alone. Leave them out.")
         if since is None:
             manifest = json.dumps({"digest": version.digest, "step": version.step})
             files = {**(extra or {}), "publication.json": manifest}
