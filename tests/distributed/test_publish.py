@@ -418,7 +418,7 @@ def test_changes_are_applied_whole_or_not_at_all() -> None:
     pub.seal(1)
     changes = pub.changed(since=first)
     assert set(changes.elements) == {"weight", "bias"}
-    for wrong in (torch.zeros(3, dtype=torch.float64), torch.zeros(6)[::2]):
+    for wrong in (torch.zeros(3, dtype=torch.float64), torch.zeros(6)[::2], torch.zeros(1, 3)):
         state = {"weight": torch.zeros(3, 3), "bias": wrong}
         with pytest.raises(ValueError, match="Expected 'bias' of the state to be contiguous"):
             changes.apply(state, first.digest)

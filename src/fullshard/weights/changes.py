@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,12 +39,14 @@ class Changes:
         elements: by name, (positions, values) of changed elements: int32, or int64 in tensors of 2**31 elements or more, in
             the flattened tensor, ascending on each rank's part; and values in the dtype of the tensor.
         full: by name, the whole tensor, where that has fewer bytes.
+        shapes: by name, the shape of each tensor of `elements`.
     """
 
     base: str = ""
     digest: str = ""
     elements: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     full: dict[str, Tensor] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +69,7 @@ class Changes:
         fresh = place.with_name(f".{place.name}.{uuid4().hex[:8]}.new")
         try:
             with fresh.open("wb") as file:
-                file.write(header_bytes(infos, {"base": self.base, "digest": self.digest}))
+                file.write(header_bytes(infos, {"base": self.base, "digest": self.digest, "shapes": json.dumps(self.shapes)}))
                 for one in tensors.values():
                     file.write(Transfer("", 0, one).memory)
                 file.flush()
@@ -92,7 +95,7 @@ class Changes:
         """
         with OpenFiles() as files:
             header = read_header(os.fspath(path), files)
-            if {"base", "digest"} - set(header.metadata):
+            if {"base", "digest", "shapes"} - set(header.metadata):
                 raise ValueError(f"{path} has no changes between versions: its header names no base. Read what changes wrote.")
             found = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in header.tensors}
             reader = Reader(files, threads=4)
@@ -101,6 +104,7 @@ class Changes:
             finally:
                 reader.close()
         changes = cls(header.metadata["base"], header.metadata["digest"])
+        changes.shapes = {name: tuple(shape) for name, shape in json.loads(header.metadata["shapes"]).items()}
         for name, tensor in found.items():
             kind = next(one for one in _KINDS if name.startswith(one))
             if kind == _KINDS[0]:
@@ -133,10 +137,11 @@ class Changes:
             own = state.get(name)
             if own is None:
                 raise ValueError(f"The state has no '{name}', which has changed.")
-            if own.dtype != values.dtype or not own.is_contiguous() or (name in self.full and own.shape != values.shape):
+            shape = self.shapes.get(name, tuple(values.shape))
+            if own.dtype != values.dtype or not own.is_contiguous() or tuple(own.shape) != shape:
                 raise ValueError(
-                    f"Expected '{name}' of the state to be contiguous, of {values.dtype} and of the published shape, got "
-                    f"{own.dtype} of {tuple(own.shape)}."
+                    f"Expected '{name}' of the state to be contiguous, {shape} of {values.dtype}, got {tuple(own.shape)} of "
+                    f"{own.dtype} with strides {own.stride()}. Load the version {self.base} under the published names first."
                 )
         for name, (positions, values) in self.elements.items():
             own = state[name].view(-1)
@@ -171,7 +176,7 @@ def find_changes(
             full.append(name)
         elif total and rank == receiver:
             every = positions.new_empty(total), values.new_empty(total)
-            changes.elements[name] = every
+            changes.elements[name], changes.shapes[name] = every, mapped[name].shape
             begin = 0
             for source, size in ((source, each[at]) for source, each in by_rank.items()):
                 for whole, own in zip(every, (positions, values)):
