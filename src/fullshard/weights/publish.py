@@ -82,7 +82,17 @@ class Version:
 
         Returns:
             The sealed ones.
+
+        Raises:
+            ValueError: if the version is of another model.
+            StateError: if the version was dropped.
         """
+        known = {one.target.name: one.target.shape for one in tensors.entries}
+        if other := [one.target.name for one in self.sealed().entries if known.get(one.target.name) != one.target.shape]:
+            raise ValueError(
+                f"weights= is a version with {some_of(other)}, and the model has no tensors of these names and shapes. Pass the "
+                "model that was published."
+            )
         return self.sealed()
 
 
