@@ -90,8 +90,8 @@ class Version:
         known = {one.target.name: one.target.shape for one in tensors.entries}
         if other := [one.target.name for one in self.sealed().entries if known.get(one.target.name) != one.target.shape]:
             raise ValueError(
-                f"weights= is a version with {some_of(other)}, and the model has no tensors of these names and shapes. Pass the "
-                "model that was published."
+                f"weights= is a version with {some_of(other)}, and the model has no tensors of these names and shapes. Pass "
+                "the model that was published."
             )
         return self.sealed()
 
