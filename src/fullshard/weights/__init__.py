@@ -36,7 +36,7 @@ from fullshard.weights.converting import Converted, convert_weights
 from fullshard.weights.description import PublishedShard, PublishedTensor
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import Loaded, load_weights
-from fullshard.weights.publish import FullWeights, Publication, Version, publish
+from fullshard.weights.publish import Publication, Version, publish
 from fullshard.weights.published import transformers_rules
 from fullshard.weights.rules import Convert, Drop, Keep, Merge, Rename, RenameBy, Sort, Split, Stack, Transpose, Unstack
 from fullshard.weights.saving import Saved, save_weights
@@ -48,7 +48,6 @@ __all__ = [
     "Convert",
     "Converted",
     "Drop",
-    "FullWeights",
     "Keep",
     "Loaded",
     "Merge",

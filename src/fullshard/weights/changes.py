@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,9 +19,9 @@ from fullshard.errors import StateError
 from fullshard.weights.boxes import Box, ModelTensor, TensorInfo
 from fullshard.weights.description import parts_of
 from fullshard.weights.exchange import Exchange, Message
-from fullshard.weights.headers import OpenFiles, header_bytes, read_header
+from fullshard.weights.headers import FileTensor, OpenFiles, header_bytes, read_header
 from fullshard.weights.inside import sync
-from fullshard.weights.key_map import MappedTensor
+from fullshard.weights.key_map import ComputedTensor, MappedTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors
 from fullshard.weights.transfer import Reader, Transfer
 
@@ -97,12 +97,7 @@ class Changes:
             header = read_header(os.fspath(path), files)
             if {"base", "digest", "shapes"} - set(header.metadata):
                 raise ValueError(f"{path} has no changes between versions: its header names no base. Read what changes wrote.")
-            found = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in header.tensors}
-            reader = Reader(files, threads=4)
-            try:
-                reader.run([Transfer(one.file, one.offset, found[one.name]) for one in header.tensors if one.nbytes])
-            finally:
-                reader.close()
+            found = read_tensors(header.tensors, files)
         changes = cls(header.metadata["base"], header.metadata["digest"])
         changes.shapes = {name: tuple(shape) for name, shape in json.loads(header.metadata["shapes"]).items()}
         for name, tensor in found.items():
@@ -151,6 +146,17 @@ class Changes:
         return self.digest
 
 
+def read_tensors(tensors: Sequence[FileTensor], files: OpenFiles) -> dict[str, Tensor]:
+    """Read whole tensors of files, by name."""
+    found = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in tensors}
+    reader = Reader(files, threads=4)
+    try:
+        reader.run([Transfer(one.file, one.offset, found[one.name]) for one in tensors if one.nbytes])
+    finally:
+        reader.close()
+    return found
+
+
 @torch.no_grad()
 def find_changes(
     old: ModelTensors, new: ModelTensors, mapped: Mapping[str, MappedTensor], to: int, doing: str
@@ -172,7 +178,10 @@ def find_changes(
     for at, (name, one) in enumerate(mapped.items()):
         positions, values = mine[name]
         total = sum(each[at] for each in by_rank.values())
-        if total * (positions.itemsize + values.itemsize) >= prod(one.shape) * values.itemsize:
+        if (
+            any(isinstance(piece.source, ComputedTensor) for piece in one.pieces)
+            or total * (positions.itemsize + values.itemsize) >= prod(one.shape) * values.itemsize
+        ):
             full.append(name)
         elif total and rank == receiver:
             every = positions.new_empty(total), values.new_empty(total)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fullshard.weights.boxes import Box, ModelTensor
-from fullshard.weights.key_map import MappedTensor, SourcePiece, cast_dtype
+from fullshard.weights.key_map import MappedTensor, SourcePiece
 from fullshard.weights.targets import ModelEntry
 
 _MOST_DIMS = 3
@@ -61,17 +61,17 @@ class PublishedShard:
     parts: tuple[tuple[tuple[int, ...], Tensor], ...]
 
 
-def describe(name: str, mapped: MappedTensor, entries: Mapping[str, ModelEntry], dtype: torch.dtype | None) -> PublishedTensor:
+def describe(name: str, mapped: MappedTensor, entries: Mapping[str, ModelEntry]) -> PublishedTensor:
     """Describe a tensor that rules make of the tensors of a model."""
-    kept, entry = cast_dtype(mapped.dtype, dtype), _same_as(mapped, entries)
+    dtype, entry = mapped.dtype, _same_as(mapped, entries)
     if entry is None:
         text = f"rules make it of {mapped.sources or 'nothing'}"
-        return PublishedTensor(name, kept, mapped.shape, None, (), text, text)
+        return PublishedTensor(name, dtype, mapped.shape, None, (), text, text)
     if entry.parameter is None:
-        return PublishedTensor(name, kept, mapped.shape, None, (), "", "")
+        return PublishedTensor(name, dtype, mapped.shape, None, (), "", "")
     sharding = entry.parameter.sharding
     mesh, placements = sharding.mesh, sharding.placements
-    return PublishedTensor(name, kept, mapped.shape, mesh, placements, "", _not_m2n(mapped.shape, mesh, placements))
+    return PublishedTensor(name, dtype, mapped.shape, mesh, placements, "", _not_m2n(mapped.shape, mesh, placements))
 
 
 def _same_as(mapped: MappedTensor, entries: Mapping[str, ModelEntry]) -> ModelEntry | None:
@@ -93,6 +93,8 @@ def _not_m2n(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placeme
     ranks = mesh.mesh.flatten().tolist()
     if ranks != list(range(len(ranks))):
         return f"the ranks of its mesh are {ranks}, and M2N takes 0, 1, 2, ... in order"
+    if sum(type(placement) is Shard for placement in placements) > 1:
+        return f"{len(placements)} dims of its mesh shard it, and M2N takes one"
     for size, placement in zip(mesh.mesh.shape, placements):
         if type(placement) is Shard:
             if shape[placement.dim] % size:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 from uuid import uuid4
 
 import torch
@@ -21,7 +20,7 @@ from fullshard.errors import StateError, check_bool, check_float_dtype, check_in
 from fullshard.weights.allocating import check_values
 from fullshard.weights.changes import Changes, find_changes
 from fullshard.weights.description import PublishedShard, PublishedTensor, describe, shard_of
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, cast_dtype, map_keys
+from fullshard.weights.key_map import KeyMap, MappedTensor, cast_dtype, map_keys
 from fullshard.weights.saving import save_weights
 from fullshard.weights.streaming import To, is_receiver, stream, written_count
 from fullshard.weights.targets import ModelEntry, ModelTensors, from_first_rank, tensors_of, with_values
@@ -96,80 +95,6 @@ class Version:
         return self.sealed()
 
 
-class Metadata(NamedTuple):
-    """Name, dtype and shape of a full tensor, as `WeightSource.metadata()` of vLLM returns them."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class FullWeights:
-    """Full tensors of a version, layer by layer: iterate it, once or several times. Each iteration is collective.
-
-    It has the methods that vLLM 0.33 asks of a `WeightSource`. All ranks iterate in step. Made by `Publication.full`.
-
-    Args:
-        publication: the publication.
-        version: the version to read.
-        to: as in `iter_full`.
-        ahead: as in `iter_full`.
-        bucket_bytes: as in `iter_full`.
-    """
-
-    def __init__(self, publication: Publication, version: Version, to: To, ahead: int, bucket_bytes: int | None) -> None:
-        self._publication, self._version = publication, version
-        self._to, self._ahead, self._bucket_bytes = to, ahead, bucket_bytes
-
-    def metadata(self) -> list[Metadata]:
-        """Return name, dtype and shape of every tensor, in the order of the iteration.
-
-        Returns:
-            One entry per tensor; those of a layer are contiguous.
-        """
-        return [Metadata(one.name, one.dtype, one.shape) for one in self._publication.tensors]
-
-    def groups(self) -> list[list[str]]:
-        """Return the names by layer.
-
-        Returns:
-            The names of each layer, in the order of the iteration; a tensor outside of the layers is a group of its own.
-        """
-        found: dict[str, list[str]] = {}
-        for one in self._publication.tensors:
-            found.setdefault(_layer_of(one.name), []).append(one.name)
-        return list(found.values())
-
-    def held_names(self) -> list[str]:
-        """Return the names that this rank yields.
-
-        Returns:
-            All names; none on a rank that does not receive.
-        """
-        return [one.name for one in self._publication.tensors] if is_receiver(self._to) else []
-
-    def iter_groups(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the tensors of each group. Collective.
-
-        Yields:
-            (name, full tensor) of each tensor of a group.
-        """
-        named = iter(self)
-        for group in self.groups() if is_receiver(self._to) else ():
-            yield [next(named) for _ in group]
-        yield from ([one] for one in named)  # on the other ranks: takes part, and yields nothing
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and full tensor. Raises StateError if the version is dropped meanwhile. Collective."""
-        streamed = self._publication._stream(self._version, self._to, ahead=self._ahead, bucket_bytes=self._bucket_bytes)
-        while True:
-            self._version.sealed()  # raises if the version was dropped while the caller used the last tensor
-            named = next(streamed, None)
-            if named is None:
-                return
-            yield named
-
-
 class Publication:
     """Weights of a model under the names of a checkpoint. Made by `publish()`; print it for what each transport takes.
 
@@ -204,13 +129,11 @@ class Publication:
         self._described = _described(now)
 
     def _descriptions(self, now: ModelTensors) -> tuple[PublishedTensor, ...]:
-        mapped, entries = self._map(now), {one.target.name: one for one in now.entries}
+        shapes = {one.names[0]: one.local.to("meta", cast_dtype(one.local.dtype, self._dtype)) for one in now.entries}
+        mapped, entries = self._map(with_values(now, shapes)), {one.target.name: one for one in now.entries}
         if not mapped:
             raise ValueError("publish() leaves no tensor to publish. Check rules= and adapters_only=.")
-        for name, one in mapped.items():
-            if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):
-                raise ValueError(f"publish() does not support Convert, got one for '{name}'. Rename, join or split instead.")
-        return tuple(describe(name, one, entries, self._dtype) for name, one in mapped.items())
+        return tuple(describe(name, one, entries) for name, one in mapped.items())
 
     def __str__(self) -> str:
         """Return what is published, and what each transport takes of it."""
@@ -225,6 +148,11 @@ class Publication:
                 reasons.setdefault(reason, []).append(name)
             lines += [f"    {reason}: {some_of(names)}" for reason, names in reasons.items()]
         return "\n".join(lines)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the model; (0,) if it is not sharded."""
+        return self._known.ranks
 
     @property
     def latest(self) -> Version:
@@ -254,28 +182,26 @@ class Publication:
             ValueError: on all ranks, if `step` is invalid.
             StateError: on all ranks, and nothing is sealed: if `step` differs, inside a forward or backward, while gradients
                 are accumulated, or if only some ranks wrote a parameter since the last version.
+            RuntimeError: on all ranks, if a rank fails while it copies. The oldest version is dropped then.
         """
         doing = f"seal({step!r})"
         group = self._known.agreement(doing)
 
-        def check() -> ModelTensors:
+        def prepare() -> tuple[ModelTensors, dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
             check_int("step", step, least=0)
             now = self._now(self._model, doing)
             if _described(now) != self._described:
                 raise StateError(f"{doing}: tensors of the model were added, removed or changed since publish(). Publish anew.")
-            return now
+            return now, *self._allocated(now)
 
-        now = group.run(check)
+        now, values, copies = group.run(prepare)
         if (name := self._written_on_some(group, now)) is not None:
             raise StateError(
                 f"{doing}: '{name}' or a parameter of its group was written since the last version, or publish(), on some "
                 "ranks only: their weights are of different steps. Step on all ranks, then seal."
             )
-        dropped = self._versions[0] if len(self._versions) == self._versions.maxlen else None
-        values, copies = group.run(lambda: self._allocated(now, dropped))
-        if dropped is not None:
-            dropped.tensors = None  # its memory is overwritten now
-            self._versions.popleft()
+        if self._is_full:  # the memory of the oldest version is overwritten now
+            self._versions.popleft().tensors = None
         group.run(lambda: torch._foreach_copy_([copy for copy, _ in copies], [local for _, local in copies]))
         self._count += 1
         digest = sha256(f"{self._token} {self._count} {step}".encode()).hexdigest()[:16]
@@ -286,23 +212,31 @@ class Publication:
         return version
 
     def full(
-        self, version: Version | None = None, *, to: To = "all", ahead: int = 1, bucket_bytes: int | None = None
-    ) -> FullWeights:
-        """Return the full tensors of a version, to iterate.
+        self,
+        version: Version | None = None,
+        *,
+        to: To = "all",
+        names: Iterable[str] | None = None,
+        ahead: int = 1,
+        bucket_bytes: int | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full tensors of a version, layer by layer. Collective.
 
         Args:
             version: None is the latest.
             to: as in `iter_full`.
+            names: the published names to yield, in this order; None yields all.
             ahead: as in `iter_full`.
             bucket_bytes: as in `iter_full`.
 
         Returns:
-            An iterable of (name, full tensor).
+            An iterator of (name, full tensor), in the order of `tensors`. It raises StateError if the version is dropped
+            meanwhile.
         """
         check_int("ahead", ahead, least=0)
         check_int("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes)
         is_receiver(to)  # or raise ValueError
-        return FullWeights(self, version or self.latest, to, ahead, bucket_bytes)
+        return self._stream(version or self.latest, to, names=names, ahead=ahead, bucket_bytes=bucket_bytes)
 
     def shards(self, version: Version | None = None) -> Iterator[PublishedShard]:
         """Yield what this rank has of each published tensor. No communication.
@@ -333,14 +267,34 @@ class Publication:
         version = version or self.latest
         entries = {one.target.name: one for one in version.sealed().entries}
         found: dict[str, Tensor] = {}
-        for published in self.tensors:
-            if not published.not_sharded:
-                entry = entries[version.mapped[published.name].pieces[0].source.name]
-                local = entry.local
-                found[published.name] = local if entry.parameter is None else entry.parameter.dtensor_like_shard(local)
-        joined = [one.name for one in self.tensors if one.not_sharded]
-        found |= self._stream(version, "all", names=joined, doing="state_dict()", copy=True)
-        return {one.name: found[one.name] for one in self.tensors}
+        for one, value in self.local_or_full(version, lambda one: not one.not_sharded):
+            if not one.not_sharded:
+                parameter = entries[version.mapped[one.name].pieces[0].source.name].parameter
+                value = value if parameter is None else parameter.dtensor_like_shard(value)
+            found[one.name] = value
+        return found
+
+    def local_or_full(
+        self, version: Version | None, takes: Callable[[PublishedTensor], bool]
+    ) -> Iterator[tuple[PublishedTensor, Tensor]]:
+        """Yield each tensor as this rank has it, or in full if a transport does not take that. Collective.
+
+        Args:
+            version: None is the latest.
+            takes: returns True for a tensor whose local tensors are taken as they lie; equal on all ranks.
+
+        Yields:
+            (description, local tensor of the DTensor), or (description, full tensor in memory of its own).
+        """
+        version = version or self.latest
+        left = dict.fromkeys(one.name for one in self.tensors if one.not_sharded or not takes(one))
+        gathered = self._stream(version, "all", names=left, doing="shards or full tensors", copy=True)
+        for shard in self.shards(version):
+            if shard.tensor.name in left:
+                yield shard.tensor, next(gathered)[1]
+            else:
+                assert shard.local is not None
+                yield shard.tensor, shard.local
 
     def changed(self, version: Version | None = None, *, since: Version, to: int = 0) -> Changes:
         """Return what changed between two versions, to the rank that receives. Collective.
@@ -440,8 +394,12 @@ class Publication:
         """Yield full tensors of a version: those of `names`, or all. Collective."""
         sealed, doing = version.sealed(), f"{doing} of version {version.number}"
         chosen = version.mapped if names is None else {name: version.mapped[name] for name in names}
-        if chosen:
-            yield from stream(sealed, chosen, None, to=to, ahead=ahead, bucket_bytes=bucket_bytes, copy=copy, doing=doing)
+        if not chosen:
+            return
+        for named in stream(sealed, chosen, None, to=to, ahead=ahead, bucket_bytes=bucket_bytes, copy=copy, doing=doing):
+            yield named
+            del named  # frees its memory before the next one is made
+            version.sealed()  # raises if the version was dropped while the caller used it
 
     def _now(self, model: nn.Module, doing: str) -> ModelTensors:
         """Return the tensors of the model that are published, with their present values."""
@@ -462,12 +420,20 @@ class Publication:
         self._written = {one.target.name: written_count(one) for one in now.entries}
 
     def _map(self, tensors: ModelTensors) -> dict[str, MappedTensor]:
-        """Return what rules make of the tensors, those of each layer together, in the order of their first ones."""
+        """Return what rules make of the tensors: those before the layers, layer after layer, then the others.
+
+        This is the order of vLLM's `layerwise_groups`.
+        """
         mapped = map_keys(self._rules, tensors.state)
-        layers: dict[str, list[str]] = {}
+        stacks: dict[str, int] = {}  # prefixes of layers, in the order of their first ones
+        places: dict[str, tuple[int, int]] = {}
         for name in mapped:
-            layers.setdefault(_layer_of(name), []).append(name)
-        return {name: mapped[name] for names in layers.values() for name in names}
+            stack, index = _layer_of(name)
+            if index is None:
+                places[name] = (len(mapped), 0) if stacks else (-1, 0)
+            else:
+                places[name] = stacks.setdefault(stack, len(stacks)), index
+        return {name: mapped[name] for name in sorted(mapped, key=places.__getitem__)}
 
     def _written_on_some(self, group: Agreement, now: ModelTensors) -> str | None:
         """Return the name of a parameter that only some ranks wrote since the last version; None if there is none. Collective.
@@ -481,12 +447,18 @@ class Publication:
         at = group.first_unequal(rows.view(-1, 1), present)
         return None if at is None else now.entries[at].names[0]
 
-    def _allocated(self, now: ModelTensors, dropped: Version | None) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    @property
+    def _is_full(self) -> bool:
+        """True if the next version drops the oldest one."""
+        return len(self._versions) == self._versions.maxlen
+
+    def _allocated(self, now: ModelTensors) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
         """Return memory for the shards, by name, and (memory, shard) to copy.
 
         Frozen parameters with the values of the last version are those of the last version. The others take the memory of the
-        dropped version.
+        version that is dropped.
         """
+        dropped = self._versions[0] if self._is_full else None
         last = {} if not self._versions else {one.target.name: one.local for one in self._versions[-1].sealed().entries}
         free = {} if dropped is None else {one.target.name: one.local for one in dropped.sealed().entries}
         others = (version for version in self._versions if version is not dropped)
@@ -551,11 +523,11 @@ def _is_trainable(entry: ModelEntry) -> bool:
     return entry.plain is not None and (entry.plain.requires_grad or not isinstance(entry.plain, nn.Parameter))
 
 
-def _layer_of(name: str) -> str:
-    """Return the path of the layer, up to the first number in a name; the name itself outside of layers."""
+def _layer_of(name: str) -> tuple[str, int | None]:
+    """Return prefix and number of a layer: ("model.layers", 3) for "model.layers.3.mlp.weight"; None outside of layers."""
     parts = name.split(".")
-    at = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: at + 1])
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return (name, None) if at is None else (".".join(parts[:at]), int(parts[at]))
 
 
 def _size(nbytes: int) -> str:
