@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, seed, settings
 
-PARTS = 16
+PARTS = 32
 
 T = TypeVar("T")
 

@@ -299,6 +299,7 @@ def test_replays_on_hybrid_meshes_are_eager_steps(world: World, name: str, how: 
     check_in_turn(world, how, shape=(2, 2), **HYBRID[name])
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("how", ["none", "random 1"])
 @ranks(4, device="sim")
 def test_replays_with_tensor_parallelism_are_eager_steps(world: World, how: str) -> None:
@@ -347,6 +348,7 @@ def test_a_schedule_of_a_pipeline_may_run_in_a_graph(world: World, name: str) ->
             assert all(torch.equal(a, b) for a, b in zip(values(one).values(), values(other).values(), strict=True))
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("level", [fullshard.ZERO3, ZERO1, ZERO2])
 @ranks(2, device="sim")
@@ -536,6 +538,7 @@ MOVED = {
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("how", MOVED)
 @ranks(2, device="sim")
 def test_a_replay_that_would_use_other_memory_or_options_raises_by_name(world: World, how: str) -> None:
@@ -689,6 +692,7 @@ class Wide(Stack):
         super().__init__(depth=4, dim=48, hidden=96)
 
 
+@pytest.mark.rotates(2)
 @pytest.mark.parametrize("name", ["default", "kept", "ZERO2", "mixed precision", "accumulation"])
 @ranks(2, device="sim")
 def test_a_capture_allocates_what_an_eager_step_does(world: World, name: str) -> None:
@@ -771,6 +775,7 @@ LEFT_OUT: dict[str, Fault] = {  # class and method, what stands in its place, a 
 }
 
 
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize("what", LEFT_OUT)
 @ranks(2, device="sim")
 def test_what_is_done_around_a_capture_shows_where_it_is_left_out(world: World, what: str) -> None:

@@ -341,6 +341,7 @@ SEALING = (
 )
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("place", [*SAVING, *SEALING])
 def test_a_rank_that_dies_in_a_seal_or_a_save_is_named_and_the_file_is_whole(place: str, tmp_path: Path) -> None:
     for victim in (0, 1) if place in SEALING or "find" in place else (0,):
