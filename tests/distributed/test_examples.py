@@ -72,6 +72,13 @@ def test_values_of_a_model_from_meta_are_the_same_for_any_number_of_ranks() -> N
     assert "1000 rows on this rank" in texts[0] and "500 rows on this rank" in texts[1]
 
 
+def test_a_generator_follows_the_versions_that_trainers_publish() -> None:
+    first, last, versions = re.search(
+        r"reward (\d\.\d+) to (\d\.\d+) with the weights of (\d+)", printed("published", 2)[0]
+    ).groups()  # type: ignore[union-attr]
+    assert float(first) < 0.3 and float(last) > 0.7 and int(versions) > 10
+
+
 def test_replicas_sum_or_share_what_their_shards_reduced() -> None:
     told = re.findall(
         r"(\d+) elements on this rank; (\d+) all-gathers, (\d+) reduce-scatters, (\d+) all-red", printed("hybrid", 4)[0]

@@ -19,9 +19,11 @@ from checkpoints import CUTS, Net, contents, loaded, values
 from exits import Rank, run_job, soon
 from harness import World, ranks
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fullshard
+from fullshard import ShardPlacementResult
 from fullshard.weights.rules import Convert, Keep, Merge, Rename, Split
 
 RULES = [
@@ -100,6 +102,46 @@ def test_shards_and_full_tensors_are_those_of_the_model(world: World, cut: str, 
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(one.local, mesh, places, run_check=False, shape=shape, stride=stride)
             assert torch.equal(made.full_tensor(), expected[one.tensor.name]), one.tensor
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(5, 8)
+        self.experts = nn.Parameter(torch.randn(4, 6, 3))
+
+
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("dim", [0, 1])
+@ranks(4)
+def test_experts_on_a_mesh_of_their_own_are_published_whole(world: World, dim: int) -> None:
+    """Experts that a DTensor divides among ranks; plain experts that differ by rank have no name of their own, and raise."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(0)
+    model = Experts()
+    expected = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    plain = Experts()
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)], src_data_rank=None))
+    own = lambda p: ShardPlacementResult(Shard(dim), mesh["efsdp"]) if p.dim() == 3 else Shard(0)
+    fullshard.fully_shard(model, mesh=mesh[("efsdp", "ep")]._flatten("dp"), shard_placement_fn=own)
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+    found = put_together(world, list(pub.shards()))
+    state = {name: one.clone() for name, one in pub.full(to=2)}
+    for name, whole in expected.items():
+        assert torch.equal(found[name], whole) and (world.rank != 2 or torch.equal(state[name], whole)), name
+        assert torch.equal(pub.state_dict()[name].full_tensor(), whole), name
+    with torch.no_grad():
+        model.experts.to_local()[0] += 1.0
+    pub.seal(1)
+    changes = pub.changed(since=first, to=2)
+    if world.rank == 2:
+        changes.apply(state, first.digest)
+    assert all(torch.equal(one, state[name]) for name, one in pub.full() if world.rank == 2)
+    plain.experts = nn.Parameter(plain.experts.detach().chunk(2)[mesh.get_local_rank("ep")].clone())
+    fullshard.fully_shard(plain, mesh=mesh, shard_placement_fn=own)
+    with pytest.raises(ValueError, match="'experts'.*one tensor of this name"):
+        fullshard.publish(plain)
 
 
 @pytest.mark.rotates(2)

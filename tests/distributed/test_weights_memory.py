@@ -164,3 +164,35 @@ def test_streaming_takes_the_buckets_under_way_and_the_largest_tensor(
     padding = 1.1 if dim == 30 else 1.001
     most = (1 + ahead) * bucket + largest
     assert peak <= padding * most + 10_000, f"{peak / largest:.2f} of the largest tensor, at most {most / largest:.2f}"
+
+
+@pytest.mark.rotates(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("cut", ["rows", "columns", "hybrid"])
+@ranks(2, 4)
+def test_publishing_takes_the_shard_and_two_units(world: World, cut: str, dtype: torch.dtype | None) -> None:
+    """A seal copies the shard, and nothing once it has the memory of a dropped version; a gather to one rank takes two units."""
+    model = built(world.size, cut, dim=512)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    itemsize = 4 if dtype is None else 2
+    unit, shard = 512 * 512 * itemsize, shard_nbytes(model) * itemsize // 4
+    pub = fullshard.publish(model, dtype=dtype, keep=2)
+
+    def gather() -> None:
+        for _, tensor in pub.full(to=0, bucket_bytes=unit, ahead=0):
+            assert tensor[0, 0] == 1
+            del tensor
+
+    def peak(call: Callable[[], Any]) -> int:
+        watch = AllocationWatch()
+        call()
+        return peak_of_new(watch.stop())
+
+    sealed = [peak(lambda step=step: pub.seal(step)) for step in range(4)]  # type: ignore[misc]
+    assert shard <= sealed[0] <= shard + 20_000 and sealed[1] <= shard + 20_000 and max(sealed[2:]) < 20_000, sealed
+    gather()
+    gathered = peak(gather)
+    assert gathered <= (2 * unit if world.rank == 0 else unit) + 20_000, f"{gathered / unit:.2f} units"

@@ -118,6 +118,7 @@ class Publication:
         group = tensors_of(model).agreement("publish()")
         now = group.run(lambda: self._now(model, "publish()"))
         check_values(model, now, "publish()")
+        group.run(lambda: now.check_copies(group))
         self.tensors: tuple[PublishedTensor, ...] = group.run(lambda: self._descriptions(now))
         options = [(one.name, one.dtype, one.shape) for one in self.tensors], keep
         if not group.all_equal(repr(options).encode("utf-8", "backslashreplace")):
@@ -498,7 +499,8 @@ def publish(
         The publication. Print it.
 
     Raises:
-        ValueError: on all ranks, if rules do not fit the model or differ between ranks, or nothing is left to publish.
+        ValueError: on all ranks, if rules do not fit the model or differ between ranks, if nothing is left to publish, or if
+            ranks have other values of a parameter that is published once.
         StateError: inside a forward or backward, or while gradients are accumulated.
 
     Example:
