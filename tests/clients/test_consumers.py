@@ -64,3 +64,42 @@ def _publish(rank: int, size: int, *, kind: str) -> None:
 def test_consumers_have_the_weights_of_each_version(kind: str) -> None:
     """from_pretrained computes with the sealed weights, streams have what their metadata says, and files of changes lead on."""
     launch(_publish, size=2, kind=kind)
+
+
+def _register(rank: int, size: int) -> None:
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import torch.distributed as dist
+    from checkpoint_engine.ps import ParameterServer, _to_named_tensor
+
+    import fullshard
+    from fullshard.weights.adapters.checkpoint_engine import register
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)])
+    fullshard.shard_model(model)
+    pub = fullshard.publish(model, dtype=torch.bfloat16)
+    pub.seal(0)
+    whole = {name: tensor.clone() for name, tensor in pub.full()}
+    # A server asks for a GPU when it is made, and pins memory.
+    server = object.__new__(ParameterServer)
+    server._rank, server._memory_pool, server._p2p_store = rank, {}, None
+    server.device_manager = SimpleNamespace(device_type="cuda")
+    empty = torch.empty
+    with mock.patch("torch.empty", lambda *size, pin_memory=False, **options: empty(*size, **options)):
+        register(server, "step-0", pub)
+    found = {}
+    for buffer in server._memory_pool["step-0"]:
+        for one in _to_named_tensor(buffer.metas):  # as an engine unpacks what it receives
+            nbytes = one["dtype"].itemsize * one["shape"].numel()
+            found[one["name"]] = buffer.buffer[one["offset"] :][:nbytes].view(one["dtype"]).view(one["shape"]).clone()
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, found)
+    assert sorted(name for of_rank in every for name in of_rank) == sorted(whole) and all(every)
+    assert all(torch.equal(tensor, whole[name]) for of_rank in every for name, tensor in of_rank.items())
+
+
+def test_parameter_servers_of_checkpoint_engine_hold_each_tensor_once() -> None:
+    pytest.importorskip("checkpoint_engine")
+    launch(_register, size=2)
