@@ -116,8 +116,9 @@ print(json.dumps([ended(fork(try_copy, folder)) for folder in sys.argv[1:]]))
 def exported(feature: str) -> set[str]:
     """The names of a file of a rare feature that the package exports."""
     tree = ast.parse((SOURCE / feature.partition(".")[0] / "__init__.py").read_text())
-    own = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == f"fullshard.{feature}")
-    return {alias.name for node in own for alias in node.names}
+    package, _, name = f"fullshard.{feature}".rpartition(".")
+    found = [(node.module, alias.name) for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return {alias for module, alias in found if module == f"fullshard.{feature}" or (module, alias) == (package, name)}
 
 
 def copy_without(feature: str, folder: Path) -> None:
@@ -126,7 +127,7 @@ def copy_without(feature: str, folder: Path) -> None:
     package, name = feature.split(".")
     (folder / "fullshard" / package / f"{name}.py").unlink()
     init = folder / "fullshard" / package / "__init__.py"
-    imports = [f"from fullshard.{feature} import", f"import fullshard.{feature}\n"]
+    imports = [f"from fullshard.{feature} import", f"import fullshard.{feature}\n", f"from fullshard.{package} import {name}\n"]
     gone = [*imports, *(f'"{name}",' for name in exported(feature))]
     init.write_text("".join(line for line in init.read_text().splitlines(True) if not line.lstrip().startswith(tuple(gone))))
 

@@ -74,6 +74,7 @@ class LoggedCall:
     log: CollectiveLog
     fingerprint: Fingerprint
     number: int  # position in the log, starting at 1
+    beyond = False  # whether it may also wait for ranks that have no part in the log, in a hook of the caller
 
     def __str__(self) -> str:
         return f"collective {self.number}, {self.fingerprint}"

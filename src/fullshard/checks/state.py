@@ -21,6 +21,7 @@ class RankState:
     waits: str | None = None  # number and text of the call that the rank waits for, as in "3, all_gather of 'a'"
     exception: str | None = None  # class, text and place of the exception that ended the step
     ended: bool = False  # whether the rank ended the program
+    beyond: bool = False  # whether the call may also wait for ranks that have no part in the log
 
     def pack(self) -> bytes:
         """Return the record to publish."""
@@ -41,7 +42,7 @@ class RankState:
         if self.exception is not None:
             return f"raised {self.exception}, {where}"
         if self.waits is not None:
-            return f"waiting in collective {self.waits}"
+            return f"waiting in collective {self.waits}{', or for a replica in its hook' * self.beyond}"
         return f"computing or elsewhere, {where}" if self.count else where
 
 

@@ -105,7 +105,8 @@ class Watchdog:
         texts = {number: text for number, _, text in log.recent_calls()}
         waiting = self._waiting_in(log)
         waits = None if waiting is None else f"{waiting.number}, {texts.get(waiting.number, waiting.fingerprint)}"
-        return RankState(count, digest, self._store.notices_read, texts.get(count, ""), waits, log.exception_note, ended)
+        last, beyond = texts.get(count, ""), waiting is not None and waiting.beyond
+        return RankState(count, digest, self._store.notices_read, last, waits, log.exception_note, ended, beyond)
 
     def _waiting_in(self, log: CollectiveLog) -> LoggedCall | None:
         return next((call for state in list(self._waits) if (call := state.waits_in(log)) is not None), None)
@@ -204,11 +205,13 @@ class Watchdog:
         if request is None or request.time < now - min(waiting, interval):
             request = self._request(log)
         overdue = [state for state in waits if state.timeout is not None and state.seconds_waiting(now) > state.timeout]
-        late = [(state, call) for state in overdue if (call := state.waits_in(log)) is not None]
+        late = [(state, call) for state in overdue if (call := state.waits_in(log)) is not None and not call.beyond]
         if request.rank != self._store.rank and not late:
             return  # another rank reads
         inquiry = Inquiry(self._store, log, request.number)
         text = self._why(log, inquiry, waits, now)
+        if any(state.beyond and state.replies_to(request.number) for state in inquiry.states.values()):
+            late.clear()  # a replica that this log does not know is late
         if text is None and late:
             state, call = late[0]
             if inquiry.is_complete or state.seconds_waiting(now) > (state.timeout or 0.0) + interval:

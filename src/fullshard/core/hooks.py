@@ -7,6 +7,7 @@ import dataclasses
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,13 +202,26 @@ class StateHooks:
         return StateHooks, ()
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
-        """Register the sharded parameters on the modules before `state_dict()`."""
-        if self._unit is None:
+        """Register the sharded parameters on the modules before `state_dict()`; on another thread `after_save` does it."""
+        if self._unit is None or not self._unit.runtime.is_of_this_thread:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="state_dict()")
         for notify in BEFORE_STATE_DICT:
             notify(self._unit)
+
+    def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Put the shards into a result that another thread asked for: the modules show whatever training needs then."""
+        if self._unit is None or self._unit.runtime.is_of_this_thread:
+            return
+        paths = {id(_torch.parameters_of(held)): path for path, held in module.named_modules(remove_duplicate=False)}
+        for parameter in self._unit.parameters:
+            for slot in parameter.slots:
+                path = paths.get(id(slot.parameters), "")
+                key = f"{prefix}{path}.{slot.name}" if path else prefix + slot.name
+                if key in state_dict:
+                    keeps = isinstance(state_dict[key], nn.Parameter)
+                    state_dict[key] = parameter.sharded if keeps else parameter.sharded.detach()
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
@@ -260,6 +274,7 @@ def install_hooks(unit: Unit) -> None:
             root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True),
             root.register_forward_hook(forward.after, always_call=True),
             root.register_state_dict_pre_hook(state.before_save),
+            root.register_state_dict_post_hook(partial(state.after_save)),  # torch sets an attribute on it
             root.register_load_state_dict_post_hook(state.after_load),
         ]
         unit.hooks += [(weakref.ref(root), handle) for handle in handles]

@@ -122,6 +122,7 @@ class GradientReducer:
                 reduction.finish_replicated,
                 after=work,
             )
+            work.beyond = reduction.factors.hook is not None
             self.replicating.push(work, reduction.release_reduced_shard, polled=own_memory and reduction.factors.hook is None)
             self.replicates = True
         reduction.note_started(work)

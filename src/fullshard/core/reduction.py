@@ -58,8 +58,8 @@ class ReductionFactors:
         divide = divide or float(group.layout.ranks * (replicas.ranks if replicas else 1))
         half = group.dtypes.reduce is torch.float16
         before = 2.0 ** ceil(log2(divide) / 2) if half and divide > 1 else 1.0
-        deferred = replicas is not None and defer
         hook = options.hook
+        deferred = defer and (replicas is not None or hook is not None)
         if hook is not None and options.hook_stream is not None:
             hook = partial(_torch.on_stream, options.hook_stream, hook)
         scale = 1.0 if half or options.force_sum else 1.0 / divide
@@ -130,6 +130,8 @@ class Reduction:
         self.used = [*map(operator.is_not, grads, repeat(None))]
         # Sum and `used` of an earlier reduction that deferred its all-reduce over replicas, which are added to this one.
         self._earlier = group.grads.deferred
+        if self.factors.hook is not None:  # replicas that only the hook knows may have used what no rank here used
+            self.used = [now or one.requires_grad for now, one in zip(self.used, group.parameters)]
         if self._earlier is not None:
             self.used = [now or then for now, then in zip(self.used, self._earlier[1])]
         self.is_partial = not all(self.used)

@@ -57,6 +57,11 @@ class Runtime:
         """Return the runtimes of this thread."""
         return list(cls._of_thread.__dict__.get("runtimes", {}).values())
 
+    @property
+    def is_of_this_thread(self) -> bool:
+        """True on the thread that shards and trains its models."""
+        return self in self.all_of_thread()
+
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.scheduler = Scheduler()

@@ -13,6 +13,7 @@ import fullshard.ext.step_entries
 import fullshard.ext.subclasses
 import fullshard.ext.two_hops
 import fullshard.ext.unwritten
+from fullshard.ext import replicas
 from fullshard.ext.any_failed import any_failed
 from fullshard.ext.capture import Graph, capture_obstacles
 from fullshard.ext.full_params import full_params
@@ -29,5 +30,6 @@ __all__ = [
     "gathered",
     "grad",
     "materialize",
+    "replicas",
     "undo",
 ]

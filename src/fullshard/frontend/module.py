@@ -254,7 +254,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Set whether backward all-reduces gradients over the replicas of a hybrid mesh (HSDP).
 
         If False, backward only reduce-scatters the gradients, and accumulates the results in the reduce dtype until a backward
-        with all-reduce. Without replicas it affects scalar parameters only, which are replicated on every mesh.
+        with all-reduce. Without replicas it affects the calls of an all-reduce hook, and scalar parameters alone.
 
         Args:
             requires_all_reduce: False defers the all-reduce over replicas to a later backward.
