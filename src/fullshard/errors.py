@@ -65,15 +65,3 @@ def warn_once(text: str, category: type[Warning] = UserWarning, *, subject: str 
     if (subject or text) not in _SAID:
         _SAID.add(subject or text)
         warnings.warn(text, category, stacklevel=2)
-
-
-__all__ = [
-    "InternalError",
-    "StateError",
-    "check_bool",
-    "check_float_dtype",
-    "check_int",
-    "printable",
-    "some_of",
-    "warn_once",
-]

@@ -151,6 +151,3 @@ def reserved_for(changes: Iterable[Change], *, expandable: bool = False) -> int:
             else:
                 release(block)
     return allocator.reserved
-
-
-__all__ = ["MIB", "Allocator", "reserved_for"]

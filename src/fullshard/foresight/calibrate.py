@@ -313,6 +313,3 @@ def _begin(start: Callable[[], Started]) -> Work:
 
 def _run(start: Callable[[], Started]) -> None:
     _begin(start).wait()
-
-
-__all__ = ["calibrate"]

@@ -279,6 +279,3 @@ def spread(program: Program, gpu: Gpu, network: Network, mesh: Mesh) -> tuple[fl
         for computing, links in SPREAD
     )
     return low, high
-
-
-__all__ = ["Band", "Span", "Timeline", "message_seconds", "op_seconds", "play", "spread"]

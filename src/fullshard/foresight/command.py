@@ -267,6 +267,3 @@ def _write(options: argparse.Namespace, found: list[Explanation]) -> list[str]:
                 raise ValueError(f"--{name} {path!r} cannot be written: {wrong.strerror or wrong}.") from wrong
             lines.append(f"written: {Path(path)}")
     return lines
-
-
-__all__ = ["add_calibrate", "add_explain", "check_outputs", "factory_arguments", "run_calibrate", "run_explain"]

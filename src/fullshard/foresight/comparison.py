@@ -169,6 +169,3 @@ def _network(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
                 f"collectives of kind {kind} run at {speed / 1e9:.2f} GB/s, {speed / assumed:.2f} of the assumed speed",
                 sum(run.waiting.values()) / run.step,
             )
-
-
-__all__ = ["Comparison", "Difference", "compare"]

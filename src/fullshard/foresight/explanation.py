@@ -253,6 +253,3 @@ def explain_with(arguments: ExplainArguments, earlier: TracedModel | None = None
         setting = setting_of(arguments, traced)
         simulation = simulate(traced.trace, traced.plan, setting)
         return Explanation(traced, setting, gpu, network_of(arguments.net, gpu), simulation)
-
-
-__all__ = ["Explanation", "explain", "explain_with"]

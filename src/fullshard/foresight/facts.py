@@ -222,6 +222,3 @@ class StepEstimate:
         """Largest part of the step: "computing", "messages" (waiting for collectives) or "the host"."""
         times = {"computing": self.timeline.computing, "messages": self.timeline.waiting, "the host": self.timeline.host}
         return max(times, key=lambda name: times[name])
-
-
-__all__ = ["BUDGET", "StepEstimate", "Verdict"]

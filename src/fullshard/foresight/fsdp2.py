@@ -85,6 +85,3 @@ class Fsdp2Reduction(SimulatedReduction):
         if plan.dtypes.reduced != plan.dtypes.reduce:
             self._flat = group.allocate(numel * plan.dtypes.reduced.itemsize, "gradients", "reduce")
         self._host = group.allocate(plan.shard_nbytes, "pinned host") if plan.host else -1
-
-
-__all__ = ["Fsdp2Group", "Fsdp2Reduction"]

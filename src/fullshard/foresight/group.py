@@ -389,6 +389,3 @@ class SimulatedReduction:
     def deliver(self) -> tuple[int, int]:
         """Return the block that becomes `.grad`, and the device block to free after a copy to the host (-1 without one)."""
         return (self._host, self._flat) if self._host >= 0 else (self._flat, -1)
-
-
-__all__ = ["GroupPlan", "Merged", "SimulatedGroup", "SimulatedReduction"]

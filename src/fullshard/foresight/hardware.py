@@ -261,6 +261,3 @@ def matmul_fraction(rows: int, inner: int, columns: int) -> float:
     """Return the speed of a product of (rows, inner) by (inner, columns) as a fraction of `Gpu.matmul`."""
     least = max(1, min(rows, inner, columns))
     return (1 + MATMUL_HALF_SIZE / MATMUL_REFERENCE_SIZE) / (1 + MATMUL_HALF_SIZE / least)
-
-
-__all__ = ["DEFAULT_GPU", "GIB", "GPUS", "NETWORKS", "Gpu", "Network", "gpu_of", "network_of", "write_machine"]

@@ -113,6 +113,3 @@ class _RMSNorm(torch.autograd.Function):
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return _RMSNorm.apply(x, shape, weight)  # type: ignore[no-any-return]
-
-
-__all__ = ["fused_kernels", "host_kernels"]

@@ -82,6 +82,3 @@ class Ledger:
         for change in self.changes[:changes]:
             found[change.category, change.unit] += change.nbytes
         return {key: nbytes for key, nbytes in found.items() if nbytes}
-
-
-__all__ = ["Category", "Change", "Ledger"]

@@ -108,6 +108,3 @@ def optimizer_factory(optimizer: str | Factory) -> Factory:
     raise ValueError(
         f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a function of parameters that returns one, got {optimizer!r}."
     )
-
-
-__all__ = ["OPTIMIZERS", "Factory", "OptimizerStep", "muon_with_adamw", "optimizer_factory", "optimizer_step"]

@@ -203,6 +203,3 @@ def owner_step(matrices: Mapping[tuple[int, int], Sequence[tuple[Matrix, torch.d
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-__all__ = ["OwnerStep", "owner_step"]

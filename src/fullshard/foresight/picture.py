@@ -333,6 +333,3 @@ def _process(number: int, name: str, spans: Sequence[Span]) -> list[dict[str, An
             for span in spans
         ),
     ]
-
-
-__all__ = ["CATEGORIES", "Level", "chrome_trace", "figure_of", "html_page", "levels"]

@@ -50,5 +50,3 @@ class Precision:
 
 NO_CASTS = Precision({}, {}, {})
 """Precision of a model without policies."""
-
-__all__ = ["NO_CASTS", "Precision"]

@@ -161,6 +161,3 @@ class RecordedStream:
         if self._accelerator:
             program.begin(launch, work.wait)  # attributes the copies of `finish` to the launch, too
         return RecordedWork(program, launch, work, polls=not self._accelerator)
-
-
-__all__ = ["ON_HOST", "Await", "Launch", "Mesh", "Phase", "Place", "Program", "RecordedStream", "RecordedWork", "replay"]

@@ -136,6 +136,3 @@ MAX_MICROBATCHES = 4096
 def default_dtypes(gpu: str | Path | Gpu) -> MixedPrecisionPolicy:
     """Return the policy that `explain(mp_policy=None)` stands for."""
     return MixedPrecisionPolicy() if gpu_of(gpu).synchronous else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-
-__all__ = ["Build", "ExplainArguments", "Loss", "Parallelize", "Recompute", "default_dtypes"]

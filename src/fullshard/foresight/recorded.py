@@ -202,6 +202,3 @@ class Recorded:
     def __str__(self) -> str:
         waiting = sum(self.waiting.values())
         return f"{len(self.steps)} steps of {self.step * 1e3:.1f} ms, {waiting * 1e3:.1f} ms of it waiting for collectives"
-
-
-__all__ = ["Mark", "RankSummary", "Record", "Recorded", "RecordedCollective", "RecordedStep"]

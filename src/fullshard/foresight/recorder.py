@@ -276,6 +276,3 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
             handle.remove()
             recorder.stop()
     run.complete(recorder.record(unit.axis.group))
-
-
-__all__ = ["AllocationWatch", "peak_of_new", "record"]

@@ -173,6 +173,3 @@ def figures(estimate: StepEstimate) -> dict[str, Any]:
         "tensor_parallel": estimate.setting.tensor_parallel,
         "notes": list(estimate.notes),
     }
-
-
-__all__ = ["by_category", "figures", "place_at", "report"]

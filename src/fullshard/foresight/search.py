@@ -424,6 +424,3 @@ class _Search:
 
     def _fastest(self, candidates: Iterable[Candidate]) -> Candidate | None:
         return max(filter(self._fits, candidates), key=lambda one: one.speed, default=None)
-
-
-__all__ = ["Candidate", "Found", "Goal", "search"]

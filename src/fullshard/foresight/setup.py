@@ -540,6 +540,3 @@ def setting_of(arguments: ExplainArguments, traced: TracedModel) -> Setting:
         tensor_parallel=arguments.tensor_parallel,
         dims=dims,
     )
-
-
-__all__ = ["TracedModel", "batch_size_of", "forget_optimizer_steps", "setting_of", "tensors_of", "trace_model"]

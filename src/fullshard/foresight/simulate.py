@@ -529,6 +529,3 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
         over_replicas=over_replicas,
         scatter=scatter,
     )
-
-
-__all__ = ["Setting", "Simulation", "group_plans", "options_of", "simulate"]

@@ -349,6 +349,3 @@ def _with_rows(batch: Any, rows: int, wanted: int) -> Any:
         return tensor.repeat(-(-wanted // rows), *(1 for _ in shape[1:]))[:wanted]
 
     return batch if wanted == rows else _torch.tree_map_only(Tensor, change, batch)
-
-
-__all__ = ["Axis", "Bound", "Changes", "Variants", "axes_of", "settings"]

@@ -787,25 +787,3 @@ def parameter_names(model: nn.Module, planned: Iterable[str]) -> dict[nn.Paramet
         if parameter not in found or name in names:
             found[parameter] = name
     return found
-
-
-__all__ = [
-    "Allocated",
-    "BackwardBegins",
-    "BackwardEnds",
-    "Event",
-    "Footprint",
-    "ForwardBegins",
-    "ForwardEnds",
-    "Freed",
-    "GradientReady",
-    "ModuleEvent",
-    "Op",
-    "StepFailed",
-    "TensorParallelCollective",
-    "Trace",
-    "events_of",
-    "parameter_names",
-    "routed",
-    "trace",
-]

@@ -255,6 +255,3 @@ def _undecided(read: ValueRead, differs: str) -> Untraceable:
         f"explain(footprints={{'{read.place}': True}}) or False, on the command line --footprint {read.place}=True, or pass "
         "a batch with values."
     )
-
-
-__all__ = ["Answers", "Untraceable", "UntraceablePlace", "ValueRead", "decide", "place_of"]

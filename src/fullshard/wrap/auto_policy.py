@@ -234,6 +234,3 @@ def _is_selected_from(module: nn.Module, name: str) -> bool:
     """
     beside = [*dict(module.named_children()), *dict(module.named_parameters(recurse=False))]
     return "expert" in name.lower() or any(_ROUTER_NAME.search(other) for other in beside)
-
-
-__all__ = ["AutoPolicy"]

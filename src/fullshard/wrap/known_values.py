@@ -181,6 +181,3 @@ def values_of_buffers(model: nn.Module, values: KnownValues) -> dict[str, KnownV
     """Return the known values of buffers by name. Parameters are left out, since they change in each step."""
     found = {name: values.find(buffer) for name, buffer in model.named_buffers()}
     return {name: known for name, known in found.items() if known is not None}
-
-
-__all__ = ["ConstantsMode", "KnownValue", "KnownValues", "ValuesMode", "values_of_buffers"]

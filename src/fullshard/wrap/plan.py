@@ -475,6 +475,3 @@ def _short(value: Any) -> str:
     """Return the text of an option for the table, shortened to the type name if it is long."""
     text = str(value) if isinstance(value, StateSharding) else repr(value)
     return text if len(text) <= 40 else f"{type(value).__name__}(...)"
-
-
-__all__ = ["Mixture", "ModelSummary", "Plan", "PlanEntry", "PlannedUnit"]

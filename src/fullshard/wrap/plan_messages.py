@@ -227,6 +227,3 @@ def thresholds(ranks: int, comm: CommPolicy) -> str:
         f"on {ranks} ranks parameters are direct from {per_rank} per rank or {whole} in all, and from {least} (and {chunk} per "
         f"rank) while more than {limit} and a tenth of the unit would be packed"
     )
-
-
-__all__ = ["PlanEntry", "PlannedMessages", "UnitMessages", "frequencies", "messages_of", "thresholds"]

@@ -37,6 +37,3 @@ def remarks_on_sizes(sizes: Sequence[tuple[str, int]]) -> list[str]:
                 "determines the peak memory. Call fully_shard() on parts of it."
             )
     return found
-
-
-__all__ = ["remarks_on_root", "remarks_on_sizes", "sizes_of"]

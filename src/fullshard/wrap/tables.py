@@ -36,6 +36,3 @@ def aligned(rows: Sequence[tuple[str, ...]], *, right: set[int]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     placed = [[cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
     return ["  ".join(cells).rstrip() for cells in placed]
-
-
-__all__ = ["aligned", "bytes_text", "span"]
