@@ -1,22 +1,6 @@
 """fullshard: composable, per-parameter fully-sharded data parallelism on DTensor.
 
-Each subpackage describes its purpose and its files in its docstring. A subpackage imports only subpackages below it.
-
-    weights                load and save ordinary checkpoints; each rank reads and writes its own bytes
-    foresight              predict the memory, time and collectives of a step, with the scheduler that runs it
-    wrap  fsdp1  tools     choose the modules that become units; FSDP1's interface; install(), verify()
-    ext  fsdp2             rare features beside the engine, and the rest of FSDP2's surface, a file each
-    frontend               fully_shard(), FSDPModule
-    state  optim           values and classes of sharded modules; steps of optimizers and clipping
-    core                   one unit from hook to process group: units, scheduler, groups, parameters, reductions, meshes
-    checks                 the collective log, and the watchdog that compares it between ranks
-    comm                   transport: process groups, streams, traffic counters
-    _torch                 all private names of torch that fullshard uses, by topic
-
-compat.py    FSDP1's names
-policies.py  StateSharding, MixedPrecisionPolicy, CommPolicy, CheckPolicy, each resolving to a value without None
-errors.py    StateError and InternalError; warnings that are issued once
-__main__.py  python -m fullshard run script.py, python -m fullshard verify module:factory
+A subpackage imports only subpackages below it, in the order of docs/architecture.md. Each file opens with what it contains.
 """
 
 from fullshard import ext, fsdp2

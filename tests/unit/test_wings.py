@@ -111,13 +111,6 @@ def test_every_file_opens_with_one_sentence() -> None:
     assert not [name for name, doc in docs.items() if not doc.split("\n\n")[0].rstrip().endswith(".")]
 
 
-def test_the_paragraph_of_a_package_that_names_its_files_names_every_one() -> None:
-    docs = {path.parent: ast.get_docstring(parsed(path)) or "" for path in SOURCE.rglob("__init__.py")}
-    named = {folder: {line.partition(" ")[0] for line in doc.splitlines() if " " in line} for folder, doc in docs.items()}
-    lists = {folder for folder, words in named.items() if any(word.endswith(".py") for word in words)}
-    assert not [name_of(path) for path in FILES if path.parent in lists and path.name not in named[path.parent]]
-
-
 def test_files_for_private_names_of_torch_import_errors_and_each_other_only() -> None:
     """The page of the package imports all of them, so none imports the page."""
     private = {name_of(path): set(imported(path)) for path in FILES if path.parent.name == "_torch"}

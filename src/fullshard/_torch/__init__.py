@@ -4,21 +4,6 @@ A comment "Private:" in a wrapper names the private part, the reason for it, and
 names no consequence, a removed name raises AttributeError, ImportError or TypeError: at `import fullshard` for module-level
 names, else at the first call.
 
-versions.py     version of the installed torch, and what differs between versions
-dtensors.py     DTensor, its specs and placements, device meshes
-nn.py           modules, their parameters and buffers
-optim.py        optimizers, gradient clipping
-autograd.py     graphs, backwards, hooks of tensors
-dispatch.py     schemas of operators, functional collectives, dispatch modes, dynamo
-c10d.py         process groups, backends, stores, memory for collectives; exceptions and signals of a rank that fails
-collectives.py  collectives and point-to-point messages; their counting by CommDebugMode
-devices.py      devices, streams, storages, fused copies
-fsdp.py         torch's FSDP and replicate: classes, states of modules, options
-graphs.py       graphs of a device, which hold a captured program
-flops.py        floating-point operations of matrix products and attention
-simulation.py   support for foresight
-spmd_types.py   the package spmd_types, whose types annotate plain parameters
-
 Callers write `_torch.name(...)`: this page exports the names of all files. A name that is replaced here, as in a test, is
 replaced for callers outside of the package; functions inside it look up names in their own file.
 """

@@ -1,5 +1,1 @@
-"""The front end: the API of users.
-
-api.py              fully_shard()
-module.py           FSDPModule (the mixin of sharded modules), UnshardHandle, resident()
-"""
+"""The front end: the API of users."""
