@@ -1,7 +1,7 @@
 """Check that the documentation holds together and is of today's code, and print each problem. `make check` runs it.
 
 - every page is in the table of contents once, and links lead to files and headings that exist;
-- every public name is in the reference, and the signature of `fully_shard` there is its own;
+- every public name is in the reference, and the signatures that are written out there are the functions' own;
 - files, classes, commands and extras that the pages name exist;
 - pictures and written tables show what the code says (`make pictures` writes them anew).
 """
@@ -74,7 +74,7 @@ def contents_and_links() -> Iterator[str]:
 
 
 def reference() -> Iterator[str]:
-    """Yield public names without an entry in docs/api, and a signature there that is another than that of the function."""
+    """Yield public names without an entry in docs/api, and signatures there that are others than those of the functions."""
     pages = "\n".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
     entries = {
         line.split(":: ")[1].partition("(")[0].split(".")[-1]
@@ -85,12 +85,13 @@ def reference() -> Iterator[str]:
         yield from (f"docs/api: no entry of {module.__name__}.{name}" for name in sorted({*module.__all__} - entries))
     compat = (DOCS / "api" / "compat.md").read_text()
     yield from (f"docs/api/compat.md: no {name}" for name in fullshard.compat.__all__ if not re.search(rf"\b{name}\b", compat))
-    # It is written out, since Sphinx shows the overloads that type checkers need.
-    written = re.search(r"autofunction:: fullshard\.fully_shard\((.*)\)", pages)
-    names = re.sub(r"\([^()]*\)", "", written[1] if written else "").split(",")
-    parameters = [name for part in names if (name := part.split("=")[0].strip()) != "*"]
-    if parameters != list(inspect.signature(fullshard.fully_shard).parameters):
-        yield f"docs/api: fully_shard has other parameters than {parameters}"
+    # They are written out, since Sphinx shows the overloads that type checkers need.
+    for function in (fullshard.fully_shard, fullshard.save_weights):
+        written = re.search(rf"autofunction:: fullshard\.{function.__name__}\((.*)\)", pages)
+        names = re.sub(r"\([^()]*\)", "", written[1] if written else "").split(",")
+        parameters = [name for part in names if (name := part.split("=")[0].strip()) != "*"]
+        if parameters != list(inspect.signature(function).parameters):
+            yield f"docs/api: {function.__name__} has other parameters than {parameters}"
 
 
 def names_of_the_design() -> Iterator[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -53,48 +53,14 @@ class Saved:
 
 
 @overload
-def save_weights(
-    model: nn.Module,
-    directory: str | os.PathLike[str],
-    *,
-    max_shard_bytes: int = ...,
-    dtype: torch.dtype | None = ...,
-    key_map: KeyMap = ...,
-    extra: Extra | None = ...,
-    weights: OtherValues | None = ...,
-    step: int | None = ...,
-    keep: int | None = ...,
-    filename: str = ...,
-    each_rank: Callable[[Path], object] | None = ...,
-    threads: int = ...,
-    buffer_bytes: int = ...,
-    progress: Progress | None = ...,
-    background: Literal[False] = ...,
+def save_weights(  # type: ignore[misc]
+    model: nn.Module, directory: str | os.PathLike[str], *, background: Literal[False] = ..., **options: Any
 ) -> Saved: ...
-
-
 @overload
-def save_weights(
-    model: nn.Module,
-    directory: str | os.PathLike[str],
-    *,
-    max_shard_bytes: int = ...,
-    dtype: torch.dtype | None = ...,
-    key_map: KeyMap = ...,
-    extra: Extra | None = ...,
-    weights: OtherValues | None = ...,
-    step: int | None = ...,
-    keep: int | None = ...,
-    filename: str = ...,
-    each_rank: Callable[[Path], object] | None = ...,
-    threads: int = ...,
-    buffer_bytes: int = ...,
-    progress: Progress | None = ...,
-    background: Literal[True],
+def save_weights(  # type: ignore[misc]
+    model: nn.Module, directory: str | os.PathLike[str], *, background: Literal[True], **options: Any
 ) -> Saving[Saved]: ...
-
-
-def save_weights(
+def save_weights(  # type: ignore[misc]
     model: nn.Module,
     directory: str | os.PathLike[str],
     *,
