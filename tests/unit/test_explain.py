@@ -703,7 +703,7 @@ def lossy():
 def wide(dim=64):
     return {**lossy(), "build": lambda: nn.Linear(dim, 8), "batch": torch.empty(8, dim)}
 def placed():
-    return {**lossy(), "gpu": "a100-40", "price": 3.0, "net": "ethernet-100"}
+    return {**lossy(), "gpu": "a100-40", "net": "ethernet-100"}
 def asks():
     return {**lossy(), "step": 3}
 def fails():
@@ -719,7 +719,7 @@ number = 3
     "arguments, status, told",
     [
         ("models.py:lossy --world 4", 0, "fits: "),
-        ("models:lossy --world 4 --mesh 2x2 --dtype fp32 --reshard false --microbatches 2 --price 2 --plan models.py:policy", 0, "2 x 2 ranks"),
+        ("models:lossy --world 4 --mesh 2x2 --dtype fp32 --reshard false --microbatches 2 --plan models.py:policy", 0, "2 x 2 ranks"),
         ("models:large --world 2", 1, "does not fit: "),
         ("models:placed --world 4", 0, "on each a100-40, 4 ranks"),
         ("models:placed --world 4 --gpu h200", 0, "on each h200, 4 ranks"),
@@ -924,8 +924,6 @@ def test_wrapped_modules_whose_step_is_another_one_are_refused_by_name(made: Any
     [
         ({"world": 12}, "world=12 is no multiple of the 8 h100-sxm of one machine. Pass the number of GPUs of each machine as per_node="),
         ({"per_node": 0}, "per_node must be an int of at least 1, got 0"),
-        ({"price": -3.0}, "price must be the price of an hour of one GPU, at least 0, got -3.0"),
-        ({"price": float("nan")}, "price must be .* got nan"),
         ({"recompute": "block", "plan": ModuleWrapPolicy({nn.Sequential})}, "recompute='block' recomputes blocks, but this plan has none"),
     ],
 )  # fmt: skip

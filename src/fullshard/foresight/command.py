@@ -68,7 +68,6 @@ def add_explain(commands: Any) -> None:
     to.add_argument("--engine", choices=("fullshard", "fsdp2"), help="fsdp2: simulate the copies and buffers of torch's FSDP2")
     to.add_argument("--expandable-segments", action="store_true", help="the allocator runs with expandable_segments:True")
     to.add_argument("--find", choices=get_args(Goal), help="also search for better settings, and print the best of them")
-    to.add_argument("--price", type=float, help="price of an hour of one GPU")
     to.add_argument("--html", help="HTML file to write pictures to")
     to.add_argument("--png", help="PNG file to write pictures to, with matplotlib")
     to.add_argument("--perfetto", help="file to write a trace for ui.perfetto.dev to")
@@ -133,7 +132,7 @@ def _explain_options(options: argparse.Namespace) -> dict[str, Any]:
     arguments: dict[str, Any] = {"world": options.world}
     if options.expandable_segments:
         arguments["expandable_segments"] = True
-    for name in ("gpu", "net", "per_node", "tensor_parallel", "price", "optimizer", "microbatches", "recompute", "engine"):
+    for name in ("gpu", "net", "per_node", "tensor_parallel", "optimizer", "microbatches", "recompute", "engine"):
         if getattr(options, name) is not None:
             arguments[name] = getattr(options, name)
     if options.mesh is not None:

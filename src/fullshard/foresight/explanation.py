@@ -178,7 +178,6 @@ def explain(
     engine: Engine = "fullshard",
     expandable_segments: bool = False,
     keep_unsharded_storage: bool = False,
-    price: float | None = None,
 ) -> Explanation:
     """Predict whether a model fits, what a step costs, and where memory and time go, without a GPU or a process group.
 
@@ -225,7 +224,6 @@ def explain(
         expandable_segments: True if the allocator runs with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         keep_unsharded_storage: as `FSDPModule.set_keep_unsharded_storage` of the whole model: the buffers of all-gathers
             stay in memory.
-        price: price of an hour of one GPU, in any currency.
 
     Returns:
         The explanation.

@@ -161,11 +161,6 @@ class StepEstimate:
 
     # --- time ---
 
-    @property
-    def price(self) -> float | None:
-        """Price of an hour of one GPU; None if `explain` had no `price`."""
-        return self.traced.arguments.price
-
     @cached_property
     def timeline(self) -> Timeline:
         """Timeline of the step, with the middle values of the constants."""

@@ -58,7 +58,6 @@ class ExplainArguments:
     engine: Engine
     expandable_segments: bool
     keep_unsharded_storage: bool
-    price: float | None
 
     @property
     def machine(self) -> Gpu:
@@ -101,8 +100,6 @@ class ExplainArguments:
                 f"world={world} is no multiple of the {gpu.per_node} {gpu.name} of one machine. Pass the number of GPUs of "
                 "each machine as per_node= (--per-node)."
             )
-        if self.price is not None and not 0 <= self.price < float("inf"):
-            raise ValueError(f"price must be the price of an hour of one GPU, at least 0, got {self.price!r}.")
         if self.loss is not None and not callable(self.loss):
             raise ValueError(f"loss must be a function of the model's output, as F.mse_loss in a lambda, got {self.loss!r}.")
         if not isinstance(self.footprints, Mapping):

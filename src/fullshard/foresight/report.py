@@ -120,9 +120,6 @@ def _time(estimate: StepEstimate) -> list[str]:
             f"  each rank sends {', '.join(sent)}: {', '.join(f'{n} {_kind_text(kind, n)}' for kind, n in kinds.items())}"
         )
     speed = f"  {estimate.tokens_per_second:,.0f} {estimate.traced.counted}/s of each {'process' if gpu.synchronous else 'GPU'}"
-    if estimate.price is not None:
-        cost = estimate.price / 3600 / estimate.tokens_per_second * 1e6
-        speed += f"; a million {estimate.traced.counted} cost {cost:.3g} at {estimate.price:g} for an hour of a GPU"
     return [*lines, speed]
 
 
