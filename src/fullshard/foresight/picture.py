@@ -13,7 +13,7 @@ from fullshard.foresight.clock import Span
 from fullshard.foresight.facts import BUDGET, StepEstimate
 from fullshard.foresight.ledger import Category
 from fullshard.foresight.recorded import Recorded
-from fullshard.foresight.report import by_category, place_at, report
+from fullshard.foresight.report import place_at, report
 from fullshard.policies import ZERO3
 from fullshard.wrap.tables import bytes_text
 
@@ -89,7 +89,7 @@ STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1200px;margin:24px 
 h1{font-size:20px}h2{font-size:16px;margin-top:28px}pre{background:#f5f5f5;padding:12px;overflow-x:auto;font-size:12.5px}
 svg{width:100%;height:auto;display:block}svg text{font:11px system-ui,sans-serif;fill:#444}
 .key span{display:inline-block;margin-right:14px}.key i{display:inline-block;width:11px;height:11px;margin-right:5px}
-rect:hover{opacity:.6}table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left}"""
+rect:hover{opacity:.6}"""
 
 
 def title_of(estimate: StepEstimate) -> str:
@@ -149,8 +149,7 @@ def _section(estimate: StepEstimate, scale_bytes: int, seconds: float, number: i
     return (
         f"{heading}<pre>{escape(report(estimate))}</pre>\n"
         f"<h2>Memory over the step</h2><p class='key'>{keys}</p>{_areas(estimate, scale_bytes, seconds)}\n"
-        f"<h2>Streams</h2><p class='key'>{lanes}</p>{_lanes(estimate, seconds)}\n"
-        f"<h2>The peak, by category and unit</h2>{_table(estimate)}"
+        f"<h2>Streams</h2><p class='key'>{lanes}</p>{_lanes(estimate, seconds)}"
     )
 
 
@@ -239,20 +238,6 @@ def _time_axis(seconds: float, bottom: int) -> list[str]:
 
 def _svg(height: int, shapes: Sequence[str]) -> str:
     return f"<svg viewBox='0 0 {WIDTH} {height}' role='img'>{''.join(shapes)}</svg>"
-
-
-def _table(estimate: StepEstimate) -> str:
-    rows = []
-    for category, units in by_category(estimate.at_peak).items():
-        largest = ", ".join(
-            f"{escape(unit or 'outside of units')} {bytes_text(nbytes)}" for unit, nbytes in list(units.items())[:4]
-        )
-        more = f", and {len(units) - 4} more" if len(units) > 4 else ""
-        rows.append(f"<tr><td>{category}</td><td>{bytes_text(sum(units.values()))}</td><td>{largest}{more}</td></tr>")
-    if estimate.outside:
-        by = ", ".join(f"{escape(name)} {bytes_text(nbytes)}" for name, nbytes in list(estimate.outside.items())[:8])
-        rows.append(f"<tr><td>outside of units</td><td>{bytes_text(sum(estimate.outside.values()))}</td><td>{by}</td></tr>")
-    return f"<table><tr><th>category</th><th>bytes</th><th>largest</th></tr>{''.join(rows)}</table>"
 
 
 # --- PNG and Perfetto ---
