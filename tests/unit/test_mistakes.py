@@ -308,7 +308,7 @@ CASES: list[tuple[str, str]] = [
     ("models.py:good --world 12", r"world=12 is no multiple of the 8 h100-sxm of one machine"),
     ("models.py:good --world 4 --per-node 0", r"per_node must be"),
     ("models.py:good --wrld 4", r"required: --world"),
-    ("models.py:good --world 4 --microbatch 2 --recomputation block", r"--recomputation block; is --recompute meant\?"),
+    ("models.py:good --world 4 --microbatch 2 --recomputation block", r"unrecognized arguments: --recomputation block"),
     ("models.py:good --world 4 --mesh 2by2", r"--mesh takes sizes, as in 8x16"),
     ("models.py:good --world 4 --mesh 3x2", r"mesh must have as many ranks as the world, 4, got 3 x 2 = 6 ranks"),
     ("models.py:good --world 8 --mesh 2x2x2", r"mesh must be one or two sizes"),

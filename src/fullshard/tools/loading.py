@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -23,26 +22,11 @@ _LIBRARIES = re.compile(r"site-packages|dist-packages|lib/python3|<frozen")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, and suggests a similar option."""
+    """An argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and exit with status 2."""
-        options = [option for action in self._command_parser()._actions for option in action.option_strings]
-        unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
-        similar = [match for word in unknown for match in difflib.get_close_matches(word, options, 1, cutoff=0.7)]
-        suggestion = f"; is {' '.join(similar)} meant?" if similar else ""
-        self.exit(2, f"{self.prog}: {one_line(message)}{suggestion} ({self.prog} --help lists the options)\n")
-
-    def _command_parser(self) -> argparse.ArgumentParser:
-        """Return the parser of the command on the command line.
-
-        argparse reports unknown options of a command to the main parser, which does not know the options of the command.
-        """
-        for action in self._actions:
-            for name, parser in action.choices.items() if isinstance(action.choices, dict) else ():
-                if name in sys.argv[1:2]:
-                    return parser._command_parser() if isinstance(parser, Parser) else parser
-        return self
+        self.exit(2, f"{self.prog}: {one_line(message)} ({self.prog} --help lists the options)\n")
 
 
 def one_line(text: object, most: int = 600) -> str:
