@@ -96,7 +96,7 @@ def test_recomputation_without_early_stop_gathers_and_frees_as_with_it(world: Wo
     full: list[list[bool]] = []  # which units hold unsharded memory as the backward of each block ends
     for block in sharded.blocks:
         block.register_full_backward_hook(
-            lambda *_: full.append([sum(group.unsharded_memory for group in unit.groups) > 0 for unit in units])
+            lambda *_: full.append([any(buffer.memory for group in unit.groups for buffer in group.buffers) for unit in units])
         )
     seen = []
     for early_stop in (True, False):

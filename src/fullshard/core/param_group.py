@@ -200,11 +200,6 @@ class ParamGroup:
         return self.layout.unsharded_numel * self.dtypes.compute.itemsize
 
     @property
-    def unsharded_memory(self) -> int:
-        """Bytes of the unsharded buffer if it is allocated, else 0."""
-        return 0 if self._buffer is None else self._buffer.memory
-
-    @property
     def buffers(self) -> list[UnshardedBuffer]:
         """The all-gather buffers that exist. The first is gathered from the shards."""
         return [] if self._buffer is None else [self._buffer]
