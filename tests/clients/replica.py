@@ -76,12 +76,13 @@ def run(environment: dict[str, str], spec: dict[str, Any], log: str) -> None:
     """What the process of a rank does."""
     os.environ.update(environment)
     descriptor = os.open(f"{log}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1), os.dup2(descriptor, 2)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
     torch.set_num_threads(1)
     with open(log, "a", buffering=1) as file:
         say = lambda kind, **what: file.write(json.dumps({"kind": kind, "time": time.time(), **what}) + "\n")
         try:
-            train(spec, int(environment["GROUP"]), int(environment["RANK"]), int(environment["LIFE"]), say)
+            train(spec, int(environment["GROUP"]), int(environment["RANK"]), int(environment["LIFE"]), Path(log).parent, say)
         except BaseException as failure:
             chain: list[str] = []
             one: BaseException | None = failure
@@ -95,7 +96,7 @@ def run(environment: dict[str, str], spec: dict[str, Any], log: str) -> None:
     os._exit(0)
 
 
-def train(spec: dict[str, Any], group: int, rank: int, life: int, say: Callable[..., Any]) -> None:
+def train(spec: dict[str, Any], group: int, rank: int, life: int, folder: Path, say: Callable[..., Any]) -> None:
     import torch.distributed as dist
     import torchft
 
@@ -136,6 +137,8 @@ def train(spec: dict[str, Any], group: int, rank: int, life: int, say: Callable[
     also = {"average": average, "chance": chance, "notes": notes}
     optimizer = fullshard.replicas.attach(model, inner, manager, also=also)
     say("ready")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
     attempts = 0
     while manager.current_step() < spec["steps"] and attempts < spec.get("attempts", 10_000):
         step = manager.current_step()
@@ -168,7 +171,7 @@ def train(spec: dict[str, Any], group: int, rank: int, life: int, say: Callable[
             groups=manager.num_participants(),
             bits=[digest(list(model.parameters())), digest(states_of(inner, model))],
             also=[
-                digest([*average.state_dict().values()]),
+                digest([*average.state_dict()["averages"].values()]),
                 torch.randint(1 << 30, (1,), generator=chance).item(),
                 notes["group"],
             ],
@@ -247,7 +250,7 @@ class Groups:
 
     def told(self) -> str:
         """What the ranks said last, for a failure."""
-        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.folder.iterdir()))
+        return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(self.folder.iterdir()) if path.suffix)
 
     def close(self) -> None:
         for group in self.processes:
@@ -330,6 +333,8 @@ def groups(folder: Path, count: int = 2, **spec: Any) -> Iterator[Groups]:
     try:
         for group in range(count):
             found.start(group)
+        found.wait(lambda: all(found.log(group, rank, "ready") for group in range(count) for rank in range(RANKS)))
+        (folder / "go").touch()  # all are known to the lighthouse, so the first quorum has all
         yield found
     finally:
         found.close()

@@ -11,7 +11,9 @@ from torch import nn
 
 pytest.importorskip("torchft")
 
+from launch import launch
 from replica import groups
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 
@@ -59,7 +61,7 @@ def test_a_group_that_dies_returns_with_equal_bits(where: str, ranks: list[int],
 @pytest.mark.parametrize("spec", [{}, {"level": "ZERO2", "refused": [0, 0]}])
 def test_groups_that_begin_with_other_weights_begin_alike(spec: dict[str, Any], tmp_path: Path) -> None:
     """torchft's default: in its first quorum some ranks load and others do not."""
-    with groups(tmp_path, steps=4, seeds=True, least=2, **spec) as run:
+    with groups(tmp_path, steps=4, seeds=True, **spec) as run:
         run.finish()
         assert run.check_equal() == 8, run.told()
 
@@ -72,7 +74,7 @@ def test_a_parameter_that_one_group_uses_alone_is_trained_in_both(tmp_path: Path
 
 def test_a_group_that_is_late_is_waited_for(tmp_path: Path) -> None:
     """`CheckPolicy(timeout=)` is for the ranks of a group."""
-    with groups(tmp_path, steps=4, slow=[1, 2], timeout=2.0, least=2) as run:
+    with groups(tmp_path, steps=4, slow=[1, 2], timeout=2.0) as run:
         run.finish()
         assert run.check_replay() == 16, run.told()
 
@@ -80,7 +82,7 @@ def test_a_group_that_is_late_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("skipped", [{"0": [1], "1": [2]}, {"1": [2]}])
 def test_groups_that_run_different_units_are_told_which_and_do_not_step(skipped: dict[str, list[int]], tmp_path: Path) -> None:
     """Blocks of equal size, which would be averaged with each other, and one block less, which would break the transport."""
-    with groups(tmp_path, steps=4, attempts=3, skipped=skipped, least=2) as run:
+    with groups(tmp_path, steps=4, attempts=3, skipped=skipped) as run:
         run.finish()
         for group in (0, 1):
             told = run.log(group)
@@ -88,8 +90,8 @@ def test_groups_that_run_different_units_are_told_which_and_do_not_step(skipped:
             assert all("other units than this one: " in one["error"] and "blocks.2" in one["error"] for one in told), run.told()
 
 
-def test_what_cannot_be_attached_is_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
+def _refused(rank: int, size: int) -> None:
+    model: Any = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="without units"):
         fullshard.replicas.attach(model, optimizer, None)
@@ -100,3 +102,11 @@ def test_what_cannot_be_attached_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'weight' have hooks on accumulated gradients"):
         fullshard.replicas.attach(model, optimizer, None)
     handle.remove()
+    hybrid = nn.Linear(2, 2)
+    fullshard.shard_model(hybrid, mesh=init_device_mesh("cpu", (2, 1)))
+    with pytest.raises(ValueError, match="has replicas inside of this group"):
+        fullshard.replicas.attach(hybrid, optimizer, None)
+
+
+def test_what_cannot_be_attached_is_refused_by_name() -> None:
+    launch(_refused)

@@ -131,7 +131,8 @@ class EMA:
                 f"{doing}: the model was sharded when EMA() was created, and undo() was called since. Create a new EMA."
             )
         for unit in self._units:
-            unit.check_idle(doing=doing)
+            if unit.runtime.is_of_this_thread:  # on another one, `state_dict` reads averages while the model trains
+                unit.check_idle(doing=doing)
         groups = self._groups()
         if groups != [group for group, _ in self._buffers]:
             found = {parameter for group in groups for parameter in group.parameters}
