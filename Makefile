@@ -12,13 +12,14 @@ DOCS := $(VENV)/.docs-ready
 PIP := $(PYTHON) -m pip --disable-pip-version-check install -qq $(if $(TORCH),'torch==$(TORCH)',--constraint constraints.txt)
 TRAIN ?=
 FINETUNE ?=
+REPLICAS ?=
 CHAOS ?=
 BENCH ?=
 REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode files every rank of the tests compiles all modules again
 
-.PHONY: help setup train finetune test test-all test-newest repeat chaos test-clients check format size wheel try-wheel bench gpu-check gpu-test pictures docs docs-links clean
+.PHONY: help setup train finetune replicas test test-all test-newest repeat chaos test-clients check format size wheel try-wheel bench gpu-check gpu-test pictures docs docs-links clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -45,6 +46,9 @@ finetune: $(CLIENTS)/.ready  ## load, fine-tune and save a tiny model of transfo
 	@ranks=$$($(CLIENTS)/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)'); \
 	echo "== fine-tuning on $$ranks processes; half a minute on two cores"; \
 	OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/finetune_hf.py $(FINETUNE)
+
+replicas: $(CLIENTS)/.ready  ## train in replica groups under torchft, and show who goes on if one is killed; REPLICAS='--kills 20' passes options
+	@OMP_NUM_THREADS=1 $(CLIENTS)/bin/python examples/replicas.py $(REPLICAS)
 
 test: $(READY)  ## run the tests in two pytest workers; repeated tests run a part of their cases, which follows from the commit
 	@echo "== running the tests in two pytest workers; make test-all runs every case"

@@ -79,6 +79,7 @@ def test_a_group_that_is_late_is_waited_for(tmp_path: Path) -> None:
         assert run.check_replay() == 16, run.told()
 
 
+@pytest.mark.proves("45d")
 @pytest.mark.parametrize("skipped", [{"0": [1], "1": [2]}, {"1": [2]}])
 def test_groups_that_run_different_units_are_told_which_and_do_not_step(skipped: dict[str, list[int]], tmp_path: Path) -> None:
     """Blocks of equal size, which would be averaged with each other, and one block less, which would break the transport."""

@@ -42,6 +42,7 @@ def hooked(model: Any, hook: Any) -> None:
         module.set_all_reduce_hook(hook)
 
 
+@pytest.mark.proves("45a")
 @pytest.mark.parametrize("level", [fullshard.ZERO3, fullshard.ZERO2, fullshard.ZERO1])
 @ranks(2)
 def test_state_dict_on_another_thread_has_the_shards_and_changes_nothing(world: World, level: Any) -> None:
@@ -78,6 +79,7 @@ def test_state_dict_on_another_thread_has_the_shards_and_changes_nothing(world: 
         assert torch.equal(ours.to_local(), alone.to_local())
 
 
+@pytest.mark.proves("45b")
 @ranks(1, 2)
 def test_with_a_hook_every_trainable_parameter_has_a_gradient(world: World) -> None:
     """A parameter that no rank here uses gets what the hook adds, as from a replica that uses it; without a hook it has none."""
@@ -111,6 +113,7 @@ def test_a_hook_is_called_once_if_all_reduces_are_deferred(world: World) -> None
             torch.testing.assert_close(ours.grad.to_local(), alone.grad.to_local() * 2.0)
 
 
+@pytest.mark.proves("45c")
 @ranks(2)
 def test_a_hook_that_waits_for_a_replica_is_not_late(world: World) -> None:
     """The timeout of a step is for ranks of this log: neither a rank in its hook nor one that waits for it raises."""
