@@ -75,7 +75,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def test_packages_import_those_below_them_and_the_core_through_its_door() -> None:
     for path in FILES:
-        package = path.parent.name
+        package = path.relative_to(SOURCE).parts[0]
         for name in imported(path) if path.parent != SOURCE else ():
             other, *behind = name.split(".")
             assert other == package or other in BELOW[package] | ROOT, f"{name_of(path)} imports {name}, which is not below it"
@@ -90,7 +90,7 @@ def test_files_of_tests_have_names_of_their_own() -> None:
 
 
 def test_packages_import_each_other_in_no_circle() -> None:
-    assert set(BELOW) == {path.parent.name for path in FILES if path.parent != SOURCE}
+    assert set(BELOW) == {path.relative_to(SOURCE).parts[0] for path in FILES if path.parent != SOURCE}
     left = dict(BELOW)
     while left:
         free = {package for package, others in left.items() if not others & set(left)}
