@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import World, ranks
+from launch import launch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -605,3 +607,24 @@ def test_a_current_mesh_of_other_ranks_is_refused_by_name(world: World) -> None:
     module = annotated(mesh, {"tp": spmd.R})
     with spmd.set_current_mesh(mesh["tp"]), pytest.raises(ValueError, match="current mesh of spmd_types has the axes"):
         fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+
+
+def _alone_in_a_sum(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    policy = fullshard.CheckPolicy(timeout=2.0)
+    module: Any = Scale(mesh, spmd.R)
+    fully_shard(module, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"), check_policy=policy)
+    module(torch.ones(4)).sum().backward()
+    out = module(torch.ones(4))
+    if rank == 1:
+        time.sleep(8.0)  # it has no backward
+        return
+    with pytest.raises(
+        fullshard.StateError, match=r"waited 2 seconds .* in collective \d+, sum of the gradients of \['weight'\]"
+    ):
+        out.sum().backward()
+
+
+def test_a_rank_that_waits_alone_for_a_sum_over_tp_is_named() -> None:
+    """DTensor runs the sum: it is in the log, and the watchdog ends the wait."""
+    launch(_alone_in_a_sum)

@@ -257,6 +257,14 @@ class GroupFingerprints(dict[str, Fingerprint]):
         fingerprint = self[action] = Fingerprint(self._unit_name, action, f"{self._seed} {action}")
         return fingerprint
 
+    def call(self, action: str) -> LoggedCall:
+        """Log a call that others than `send` run, and return it. Raises StateError if the log is closed."""
+        call = LoggedCall()
+        call.log, call.fingerprint = self.log, self[action]
+        self.log.append(call.fingerprint)
+        call.number = self.log.count
+        return call
+
 
 def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
     """Return the number of the first call that differs between ranks, and the ranks of each call text; None if none differs.

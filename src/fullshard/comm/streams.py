@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -317,6 +317,29 @@ class Streams:
         if self._are_pollable and self.wait_state is not None and not self.capturing:
             self.wait_state.in_flight.append(call)
         return call
+
+    @contextmanager
+    def waiting(self, call: LoggedCall) -> Iterator[None]:
+        """Show the watchdog that this thread waits for a call, whose collectives the block runs without `send`."""
+        state = self.wait_state
+        before = None if state is None else state.call
+        if state is not None:
+            state.call = call
+        try:
+            yield
+        except RuntimeError as failure:
+            raise self.error_for(failure, call) from failure
+        finally:
+            if state is not None:
+                state.call = before
+
+    @contextmanager
+    def waiting_for(self, tables: Sequence[GroupFingerprints], action: str) -> Iterator[None]:
+        """Log a call that others than `send` run in the block, in the log of each table, and show the watchdog the wait."""
+        with ExitStack() as waits:
+            for table in tables:
+                waits.enter_context(self.waiting(table.call(action)))
+            yield
 
     def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:
         """Return an error that names the collective that failed, and the states of the other ranks."""

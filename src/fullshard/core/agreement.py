@@ -134,17 +134,10 @@ class Agreement(Ranks):
         """Call `work`, whose collectives are not logged (DTensor's, for example), and return its result."""
         # After the barrier, all ranks are in this call. The watchdog is shown a wait in `work` as one in the barrier.
         self.barrier()
-        communicator, last = self._communicator, self._last
-        if communicator is None or communicator.wait_state is None or last is None:
+        if self._communicator is None or self._last is None:
             return work()
-        wait_state = communicator.wait_state
-        before, wait_state.call = wait_state.call, last
-        try:
+        with self._communicator.waiting(self._last):
             return work()
-        except RuntimeError as failure:
-            raise communicator.error_for(failure, last) from failure
-        finally:
-            wait_state.call = before
 
     # --- bytes ---
 

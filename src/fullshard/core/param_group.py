@@ -6,6 +6,7 @@ import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -92,6 +93,8 @@ class ParamGroup:
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
         # What the last commit set as `.grad`; None while a reduction reuses that.
         self.parts: GradientParts | None = None
+        # Around sums of gradients over tensor-parallel ranks, which DTensor runs; called with their text for the log.
+        self.summing: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.divided = ""  # log text of the last reduction with `set_gradient_divide_factor`
         # Options of the last reduction, whether it deferred its second step, and its `ReductionFactors`.
         self.factors: tuple[object, bool, Any] | None = None
@@ -502,8 +505,9 @@ class ParamGroup:
                 unsharded.grad = None
         if self._is_plain:
             return grads
-        pairs, reduce = zip(self.parameters, grads), self.dtypes.reduce
-        return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name, reduce=reduce) for p, grad in pairs]
+        pairs, reduce = [*zip(self.parameters, grads)], self.dtypes.reduce
+        with self.summing(f"sum of the gradients of {[p.name for p, grad in pairs if grad is not None]}"):
+            return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name, reduce=reduce) for p, grad in pairs]
 
     def new_sum(self, reduced: Tensor) -> Tensor:
         """Return the memory of the sum over all ranks, (shard_layout.shard_numel,). Here: `reduced`, the sum over shards."""

@@ -171,7 +171,7 @@ class ParamSharding:
         parallel = self.tensor_parallel
         if parallel is not None and self.plain_part is not None and not isinstance(tensor, DTensor):
             grads = self.plain_part.grad_placements
-            if reduce is not None and any(p.is_partial() for i, p in enumerate(grads) if i not in self.axis.partial_axes):
+            if reduce is not None and self.summed_axes:
                 tensor = tensor.to(torch.promote_types(tensor.dtype, reduce))
             tensor = _torch.dtensor(tensor, _torch.spec(parallel.mesh, grads, self.shape, tensor.dtype))
         if parallel is not None and isinstance(tensor, DTensor):
@@ -187,6 +187,12 @@ class ParamSharding:
                 tensor = tensor.redistribute(parallel.mesh, target)
             tensor = _torch.waited(_torch.local_tensor(tensor))
         return tensor if self.shape else tensor.reshape(1)
+
+    @property
+    def summed_axes(self) -> list[int]:
+        """Axes of the mesh of a `plain_part`, data-parallel ones left out, over which `grad_to_local` sums gradients."""
+        placements = () if self.plain_part is None else self.plain_part.grad_placements
+        return [axis for axis, one in enumerate(placements) if one.is_partial() and axis not in self.axis.partial_axes]
 
     def local_of(self, full: Tensor) -> Tensor:
         """Return the part of `full`, a plain tensor of the global shape, that tensor parallelism leaves to this rank."""

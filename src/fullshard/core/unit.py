@@ -16,7 +16,7 @@ from fullshard import _torch
 from fullshard.checks.collective_log import GroupFingerprints, UnitName, described
 from fullshard.core.agreement import Agreement
 from fullshard.core.layout import DirectRule
-from fullshard.core.mesh import ShardAxis
+from fullshard.core.mesh import ShardAxis, resolve_mesh
 from fullshard.core.param_group import ParamGroup, group_parameters, kind_of
 from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
@@ -569,6 +569,8 @@ class Unit:
                         unwritten=unwritten,
                     )
                 )
+                if any(p.sharding.summed_axes for p in parameters):
+                    groups[-1].summing = partial(self.runtime.communicator.waiting_for, self._sums(parameters, subject))
         # Only the dtype of kept gradients has changed so far. If the lines above raised, the former groups stay in use.
         unit = weakref.ref(self)
         for group in groups:
@@ -580,6 +582,14 @@ class Unit:
         self.groups, self.gathers_decided = groups, False
         self.runtime.update_timeouts()
         self._update_record()
+
+    def _sums(self, parameters: Sequence[ShardedParameter], subject: str) -> list[GroupFingerprints]:
+        """Return the tables of DTensor's sums of gradients, one per axis of tensor parallelism."""
+        spec = parameters[0].sharding.tensor_parallel
+        assert spec is not None and spec.mesh.mesh_dim_names is not None
+        names = [spec.mesh.mesh_dim_names[axis] for axis in sorted({i for p in parameters for i in p.sharding.summed_axes})]
+        logs = [self.runtime.communicator.log_of(resolve_mesh(spec.mesh[name])) for name in names]
+        return [GroupFingerprints(log, self.unit_name, subject) for log in logs]
 
     def _storage(self, direct_min_bytes: float) -> Storage:
         """Return where a group's memory is. `direct_min_bytes`: of its collectives."""
