@@ -70,7 +70,7 @@ def train(environment: dict[str, str], log: Path, steps: int) -> None:
             before = manager.current_step()
             optimizer.step()  # if all groups agree
             weights = b"".join(parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters())
-            told = {"step": manager.current_step(), "weights": crc32(weights), "loss": loss.item()}
+            told = {"step": manager.current_step(), "weights": crc32(weights), "loss": loss.item(), "time": time.monotonic()}
             file.write(json.dumps({**told, "lost": manager.current_step() == before, "pid": os.getpid()}) + "\n")
             time.sleep(0.05)
     os._exit(0)  # the others may still be at work
@@ -80,14 +80,14 @@ class Group:
     """The processes of a group, as the program that starts them sees them."""
 
     def __init__(self, number: int, folder: Path, lighthouse: str, steps: int) -> None:
-        self.number, self.lives, self.processes, self.ended_at = number, 0, [], 0.0
+        self.number, self.lives, self.processes, self.started_at, self.ended_at = number, 0, [], 0.0, 0.0
         self._folder, self._lighthouse, self._steps = folder, lighthouse, steps
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "fullshard", "torchft"])
 
     def start(self) -> None:
         """Start all ranks, at a port of their own."""
-        self.lives += 1
+        self.lives, self.started_at = self.lives + 1, time.monotonic()
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = str(found.getsockname()[1])
@@ -112,6 +112,12 @@ class Group:
     def is_done(self) -> bool:
         """True if all ranks made all steps."""
         return all(process.exitcode == 0 for process in self.processes)
+
+    @property
+    def is_training(self) -> bool:
+        """True if all ranks live, and made a step since the group was started."""
+        made = [steps[-1]["time"] > self.started_at for rank in range(RANKS) if (steps := self.steps(rank))]
+        return made == [True] * RANKS and all(process.is_alive() for process in self.processes)
 
     def look(self) -> None:
         """Start the group anew if a rank is gone."""
@@ -153,9 +159,9 @@ def main() -> None:
         while not all(group.is_done for group in every):
             for group in every:
                 group.look()
-            alive = [group for group in every if all(process.is_alive() for process in group.processes)]
-            if kills and time.monotonic() > due and len(alive) > 1:  # one must go on, or all is lost
-                victim = chance.choice(chance.choice(alive).processes)
+            training = [group for group in every if group.is_training]
+            if kills and time.monotonic() > due and len(training) > 1:  # one must go on, or training begins anew
+                victim = chance.choice(chance.choice(training).processes)
                 victim.kill()
                 kills, due = kills - 1, time.monotonic() + chance.uniform(1.0, 6.0)
             print("\n".join(map(str, every)), flush=True)
@@ -170,11 +176,8 @@ def main() -> None:
                         weights.setdefault((one["step"], rank), set()).add(one["weights"])
         unequal = sorted({step for (step, _), found in weights.items() if len(found) > 1})
         print("\n".join(map(str, every)))
-        print(
-            f"weights differ after the steps {unequal}"
-            if unequal
-            else f"equal weights in all groups after {options.steps} steps"
-        )
+        equal = f"equal weights in all groups after each of {options.steps} steps"
+        print(f"weights differ after {len(unequal)} steps, first step {unequal[0]}" if unequal else equal)
     lighthouse.shutdown()
     sys.exit(bool(unequal))
 
