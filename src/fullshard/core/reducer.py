@@ -64,7 +64,7 @@ class GradientReducer:
         self.decided: list[Reduction] | None = None
 
     @property
-    def _undelivered(self) -> list[tuple[Unit, Reduction]]:
+    def undelivered(self) -> list[tuple[Unit, Reduction]]:
         """The reductions of steps that have not ended, with their units."""
         return [(unit, reduction) for reference, reduction in self._reduced if (unit := reference()) is not None]
 
@@ -145,7 +145,7 @@ class GradientReducer:
 
     def is_undelivered(self, unit: Unit) -> bool:
         """Return True if gradients of the unit are reduced, or being reduced, and not in `.grad` yet."""
-        return _is_deferred(unit) or any(owner is unit and not reduction.committed for owner, reduction in self._undelivered)
+        return _is_deferred(unit) or any(owner is unit and not reduction.committed for owner, reduction in self.undelivered)
 
     def check_delivered(self, unit: Unit, *, doing: str) -> None:
         """Raise StateError if gradients of the unit are not in `.grad` yet. `doing`: the call that cannot go on then."""
@@ -158,7 +158,7 @@ class GradientReducer:
         """Discard the gradients of the unit that are not in `.grad` yet: kept on this rank, deferred, or being reduced."""
         for listener in tuple(self._listeners):
             listener.on_discard(unit)
-        if _is_deferred(unit) or any(owner is unit for owner, _ in self._undelivered):
+        if _is_deferred(unit) or any(owner is unit for owner, _ in self.undelivered):
             self._drop([unit.number])
         for group in unit.groups:
             group.grads.discard()
@@ -172,57 +172,18 @@ class GradientReducer:
     def _drop(self, units: Container[int]) -> None:
         self.in_flight.drain_quietly()
         self.replicating.drain_quietly()
-        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self._undelivered if unit.number not in units]
+        self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self.undelivered if unit.number not in units]
 
     def forget_deleted(self) -> None:
         """Drop the reductions of units that were deleted."""
         self._reduced = [entry for entry in self._reduced if entry[0]() is not None]
-
-    def check_arrived(self, unit: Unit, group: ParamGroup) -> None:
-        """Raise StateError if gradients of a group are not in `.grad` yet, where an optimizer reads them."""
-        for parameter in group.parameters:
-            if parameter.unsharded is not None and parameter.unsharded.grad is not None:
-                raise StateError(
-                    f"optimizer.step() was called while unit '{unit.name}' has a gradient of '{parameter.name}' that no "
-                    "backward reduced: no tensor was found in the output of its forward, or the parameter was used outside of "
-                    "forward. Return tensors in lists, tuples, dicts or dataclasses, or register the class of the output with "
-                    "torch.utils._pytree.register_pytree_node."
-                )
-            if parameter.local_grad is not None:
-                remedy = (
-                    "Run the last backward of the step outside of accumulate(), or after set_requires_gradient_sync(True)"
-                    f"{' and set_is_last_backward(True)' * unit.options.states.keeps_gradients}"
-                    f"{f', and call {unit.options.ended_by}' if unit.options.ended_by else ''}."
-                )
-                if not group.trainable:
-                    remedy = (
-                        "Its parameters were frozen since, so no backward reduces it. Freeze them between two steps, or call "
-                        "model.zero_grad() to discard the gradient."
-                    )
-                raise StateError(
-                    f"optimizer.step() was called while the gradient of '{parameter.name}' in unit '{unit.name}' is only kept "
-                    f"on each rank. {remedy}"
-                )
-        if group.grads.deferred is not None:
-            raise StateError(
-                f"optimizer.step() was called while gradients of unit '{unit.name}' are reduced over shards, but not over "
-                "replicas. Call set_requires_all_reduce(True) before the last backward of the step"
-                f"{', and set_is_last_backward(True)' * unit.options.states.sums_over_shards}."
-            )
-        if any(reduction.group is group and not reduction.committed for _, reduction in self._reduced):
-            remedy = (
-                f"Call {unit.options.ended_by}, and wait() of its handle."
-                if unit.options.ended_by
-                else "Call set_is_last_backward(True) before the last backward of the step."
-            )
-            raise StateError(f"optimizer.step() was called before the gradients of unit '{unit.name}' arrived. {remedy}")
 
     def _commit_early(self, left: int) -> None:
         """During backward, run hooks and set gradients of the oldest reductions with hooks, until `left` of these remain.
 
         Polling must not decide this, since its result differs between ranks, and hooks may start collectives.
         """
-        hooked = [reduction for _, reduction in self._undelivered if reduction.has_hooks and not reduction.committed]
+        hooked = [reduction for _, reduction in self.undelivered if reduction.has_hooks and not reduction.committed]
         for reduction in hooked[: max(0, len(hooked) - left)]:
             reduction.wait_for_gradient(collectives_on_host=self._communicator.async_device is None)
             reduction.prepare_commit()
@@ -238,7 +199,7 @@ class GradientReducer:
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
-        due = [(unit, reduction) for unit, reduction in self._undelivered if unit.options.ends_step]
+        due = [(unit, reduction) for unit, reduction in self.undelivered if unit.options.ends_step]
         self._take([reduction for _, reduction in due])
         if self._has_hooked:  # hooks may write to shards, which the next backward of the step may all-gather
             self._commit_early(0)
@@ -320,7 +281,7 @@ class GradientReducer:
     def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
         """Send the heartbeats of these units' reductions. Return the reductions and the heartbeats, for `end`."""
         mine = set(map(id, units))
-        due = [(unit, reduction) for unit, reduction in self._undelivered if id(unit) in mine]
+        due = [(unit, reduction) for unit, reduction in self.undelivered if id(unit) in mine]
         sent = self._send_heartbeats(due)
         # `end` must start no collective, since ranks may finish several models in different orders. On the CPU, waits start the
         # all-reduces over replicas, and the later stages of all-reduces over more than two ranks (heartbeats).

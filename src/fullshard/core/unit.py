@@ -494,15 +494,6 @@ class Unit:
                 f"{own or 'no parameter'}. {self.options.remedy}"
             )
 
-    def prepare_step(self, group: ParamGroup) -> None:
-        """Wait for copies that read shards in host memory, before an optimizer step. Raise StateError if a step is illegal."""
-        self.runtime.recover()
-        self.runtime.reducer.heartbeats.read()
-        if self.record.running and any(_torch.is_in_forward(module) for module in self.modules):
-            raise StateError(f"optimizer.step() was called inside the forward of unit '{self.name}'. Call it after backward.")
-        group.synchronize_host()
-        self.runtime.reducer.check_arrived(self, group)
-
     def agreement(self, doing: str) -> Agreement:
         """Return an `Agreement` of the ranks for a call on the unit outside of a step."""
         return Agreement(self.runtime.communicator, [self.axis], self.unit_name, doing, f"{self.global_id} {doing}")

@@ -34,6 +34,7 @@ from fullshard.optim.empty_shards import StepOrder, is_foreign
 from fullshard.optim.local_steps import LocalStep, is_element_wise
 from fullshard.optim.muon import MuonStep, splits_of
 from fullshard.optim.pieces import is_same
+from fullshard.optim.step_checks import prepare_step
 from fullshard.optim.step_wrapper import view_of
 from fullshard.policies import LintWarning
 
@@ -264,7 +265,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for one in {id(parameter.group): parameter for parameter in sharded}.values():  # one parameter of each group
         unit, group = one.unit(), one.group()
         if unit is not None and group is not None:
-            unit.prepare_step(group)
+            prepare_step(unit, group)
     if not isinstance(cache.lister, LocalStep):  # which runs no operator of DTensor
         _check_whole_matrices(optimizer, sharded)
         use_plain_dtensor([parameter.sharded for parameter in sharded])
