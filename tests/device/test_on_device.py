@@ -573,7 +573,7 @@ def test_a_parameter_that_this_rank_leaves_unused_holds_the_host_only_if_it_may_
     with late(world, "others", 5_000):  # or what it waits for may be over already
         waits = held(world, fully_shard(model, mesh=world.mesh), keep_grads=keep_grads)
     longer = [one for one in waits if "heartbeat.py:read_sent" not in one]
-    assert all("reducer.py:_decide" in one for one in longer), longer
+    assert all("reducer.py:decide" in one for one in longer), longer
     assert bool(longer) is (world.rank == 0 and not keep_grads), longer
 
 

@@ -125,7 +125,7 @@ IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those th
     ("core/agreement.py _send (run)", EVENT),
     ("core/agreement.py _send (run)", MESSAGE),
     ("core/agreement.py _send (wait)", EVENT),
-    ("core/reducer.py _send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
+    ("core/reducer.py send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last two the detector finds
     ("core/heartbeat.py read (wait)", EVENT),

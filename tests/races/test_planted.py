@@ -34,7 +34,7 @@ COVERED = {
     ("core/runtime.py _end_unit (wait)", "wait_event"): "the host was told that the lane is done",
     ("core/reducer.py poll (wait)", "wait_event"): "the host was told that the lane is done",
     (
-        "core/reducer.py _send_heartbeats (wait)",
+        "core/reducer.py send_heartbeats (wait)",
         "wait_event",
     ): "what it waits for is waited for again; the device shows it, where a new page of heartbeats takes the memory",
 }

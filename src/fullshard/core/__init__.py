@@ -55,7 +55,7 @@ from fullshard.core.module_tree import ManagedTensors, ParamRef, Slot, children_
 from fullshard.core.packing import ReductionPlan, casts_whole
 from fullshard.core.param_group import ParamGroup, group_class, kind_of, register_group
 from fullshard.core.param_sharding import CHECK_LEVEL, CHOOSE_AXIS, PLAIN_PARTS, ParamSharding, PlacementFn, PlainPart
-from fullshard.core.reducer import Listener
+from fullshard.core.reducer import GradientReducer, Listener
 from fullshard.core.reduction import Reduction, flat_gradient, pack
 from fullshard.core.runtime import Runtime
 from fullshard.core.scheduler import Action, ForwardCall, Move, Residency, Scheduler, Stats, UnitRecord

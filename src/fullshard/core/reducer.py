@@ -60,7 +60,7 @@ class GradientReducer:
         self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
         self.replicates = False  # True once a reduction over replicas was started
         self.merged = False  # True if reductions in flight contain gradients that earlier backwards kept
-        # From `_decide` to the end of `assign_grads`: the reductions to commit, even after an interrupt. Else None.
+        # From `decide` to the end of `assign_grads`: the reductions to commit, even after an interrupt. Else None.
         self.decided: list[Reduction] | None = None
 
     @property
@@ -189,7 +189,7 @@ class GradientReducer:
             reduction.prepare_commit()
             commit_all([reduction])
 
-    # --- the end of a backward ---
+    # --- the end of a backward; its parts, for a step that the user ends (an extension point) ---
 
     def collect(self, touched: Sequence[Unit]) -> None:
         """Wait for the reductions in flight, and decide to set the gradients of units whose step this backward ends.
@@ -200,13 +200,13 @@ class GradientReducer:
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
         due = [(unit, reduction) for unit, reduction in self.undelivered if unit.options.ends_step]
-        self._take([reduction for _, reduction in due])
+        self.take([reduction for _, reduction in due])
         if self._has_hooked:  # hooks may write to shards, which the next backward of the step may all-gather
             self._commit_early(0)
         if due:
-            sent = self._send_heartbeats(due)
+            sent = self.send_heartbeats(due)
             self.drain()
-            self._decide([reduction for _, reduction in due], sent)
+            self.decide([reduction for _, reduction in due], sent)
 
     def _kept_in(self, touched: Sequence[Unit]) -> list[tuple[Unit, ParamGroup]]:
         """Return the groups that have gradients of earlier backwards and whose step ends with `touched`, oldest unit first."""
@@ -227,12 +227,12 @@ class GradientReducer:
                     found.append((unit, group))
         return found
 
-    def _take(self, reductions: Sequence[Reduction]) -> None:
-        """Remove these reductions, whose step ends, from `_reduced`."""
+    def take(self, reductions: Sequence[Reduction]) -> None:
+        """Remove these reductions, whose step ends, from `undelivered`."""
         gone = set(map(id, reductions))
         self._reduced = [entry for entry in self._reduced if id(entry[1]) not in gone]
 
-    def _send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[SentHeartbeat]:
+    def send_heartbeats(self, reduced: Sequence[tuple[Unit, Reduction]]) -> list[SentHeartbeat]:
         """Send the heartbeats of units with heartbeats. Return each heartbeat with its call."""
         # On the CPU an all-reduce over replicas starts when its reduce-scatter is waited for. Wait now, so that the all-reduces
         # start before the heartbeat on every rank.
@@ -242,7 +242,7 @@ class GradientReducer:
             [(unit.options.checks.every, reduction) for unit, reduction in reduced if unit.options.checks.heartbeat]
         )
 
-    def _decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
+    def decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
         """Decide to set the gradients of all parameters that any rank used. An interrupt does not undo this.
 
         Raises StateError if the ranks diverged.
@@ -272,37 +272,10 @@ class GradientReducer:
         self.heartbeats.release(sent)
         self.decided, self.merged = decided, False
 
-    # --- the end of a step by the user (an extension point) ---
-
-    def is_unreduced(self, group: ParamGroup) -> bool:
-        """Return True if the group has gradients that are not reduced yet, or started no reduction since `.grad` was set."""
-        return group.grads.are_left or not any(reduction.group is group for _, reduction in self._reduced)
-
-    def start_heartbeats(self, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
-        """Send the heartbeats of these units' reductions. Return the reductions and the heartbeats, for `end`."""
-        mine = set(map(id, units))
-        due = [(unit, reduction) for unit, reduction in self.undelivered if id(unit) in mine]
-        sent = self._send_heartbeats(due)
-        # `end` must start no collective, since ranks may finish several models in different orders. On the CPU, waits start the
-        # all-reduces over replicas, and the later stages of all-reduces over more than two ranks (heartbeats).
-        staged = any(reduction.factors.has_second_step or reduction.group.layout.ranks > 2 for _, reduction in due)
-        if staged and self._communicator.async_device is None:
-            self.drain()
-            for _, work in sent:
-                work.block()
-        return [reduction for _, reduction in due], sent
-
-    def end(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Wait for these reductions and their heartbeats, and set `.grad`. Starts no collective."""
-        self._take(reductions)
-        self._decide(reductions, sent)
-        self.assign_grads()
-        self.poll()
-
     # --- `.grad` ---
 
     def assign_grads(self) -> None:
-        """Set the gradients that `collect` or `end` decided on: all of them or none. See `commit_all`."""
+        """Set the gradients that `decide` chose: all of them or none. See `commit_all`."""
         decided = self.decided
         if decided is not None:
             try:

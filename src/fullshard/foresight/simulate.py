@@ -323,7 +323,7 @@ class _Simulator:
         if not reductions:
             return
         if len(self._replicating):
-            self._in_flight.drain()  # starts the all-reduces over replicas first, as `GradientReducer._send_heartbeats` does
+            self._in_flight.drain()  # starts the all-reduces over replicas first, as `GradientReducer.send_heartbeats` does
         heartbeats = self._start_heartbeats(reductions)
         self._in_flight.drain()
         self._replicating.drain()

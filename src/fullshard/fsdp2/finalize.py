@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from fullshard import _torch
-from fullshard.core import Listener, Reduction, Runtime, SentHeartbeat, Unit, recovered
+from fullshard.core import GradientReducer, Listener, ParamGroup, Reduction, Runtime, SentHeartbeat, Unit, recovered
 from fullshard.errors import StateError, check_bool
 from fullshard.frontend.module import FSDPModule, sharded_method, units_by_runtime
 
@@ -151,7 +151,7 @@ class _Pending(Listener):
             raise StateError(f"wait() of a GradientReductionHandle cannot finish: its reductions were dropped by {self._lost}.")
         self._end()
         with torch.no_grad():
-            self._runtime.reducer.end(self._reductions, self._sent)
+            _end(self._runtime.reducer, self._reductions, self._sent)
 
 
 def _start(runtime: Runtime, units: Sequence[Unit]) -> _Pending:
@@ -168,13 +168,41 @@ def _start(runtime: Runtime, units: Sequence[Unit]) -> _Pending:
             for unit in sorted(units, key=lambda unit: unit.number, reverse=True):
                 for group in [group for group in unit.groups if group.trainable]:
                     grads = group.take_gradients()
-                    if grads is not None or (unit.options.sync_gradients and reducer.is_unreduced(group)):
+                    if grads is not None or (unit.options.sync_gradients and _is_unreduced(reducer, group)):
                         reducer.reduce(unit, group, grads or [None] * len(group.parameters), last=True)
-            return _Pending(runtime, units, *reducer.start_heartbeats(units))
+            return _Pending(runtime, units, *_start_heartbeats(runtime, units))
     except BaseException:
         for unit in units:
             reducer.discard(unit)
         raise
+
+
+def _is_unreduced(reducer: GradientReducer, group: ParamGroup) -> bool:
+    """Return True if the group has gradients that are not reduced yet, or started no reduction since `.grad` was set."""
+    return group.grads.are_left or not any(reduction.group is group for _, reduction in reducer.undelivered)
+
+
+def _start_heartbeats(runtime: Runtime, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
+    """Send the heartbeats of these units' reductions. Return the reductions and the heartbeats, for `_end`."""
+    reducer, mine = runtime.reducer, set(map(id, units))
+    due = [(unit, reduction) for unit, reduction in reducer.undelivered if id(unit) in mine]
+    sent = reducer.send_heartbeats(due)
+    # `_end` must start no collective, since ranks may finish several models in different orders. On the CPU, waits start the
+    # all-reduces over replicas, and the later stages of all-reduces over more than two ranks (heartbeats).
+    staged = any(reduction.factors.has_second_step or reduction.group.layout.ranks > 2 for _, reduction in due)
+    if staged and runtime.communicator.async_device is None:
+        reducer.drain()
+        for _, work in sent:
+            work.block()
+    return [reduction for _, reduction in due], sent
+
+
+def _end(reducer: GradientReducer, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
+    """Wait for these reductions and their heartbeats, and set `.grad`. Starts no collective."""
+    reducer.take(reductions)
+    reducer.decide(reductions, sent)
+    reducer.assign_grads()
+    reducer.poll()
 
 
 def _check(unit: Unit) -> None:
