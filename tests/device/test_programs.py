@@ -122,9 +122,9 @@ SHOWN = {  # each order that fullshard makes, by function and kind, and a progra
 IN_TABLE = {  # tests/races/table.py shows them, in ranks that are new: those that read something wrong raise, and are of no use then
     ("core/heartbeat.py _send (run)", EVENT),
     ("core/heartbeat.py read (wait)", HOST),
-    ("core/agreement.py _send (run)", EVENT),
-    ("core/agreement.py _send (run)", MESSAGE),
-    ("core/agreement.py _send (wait)", EVENT),
+    ("core/agreement.py send (run)", EVENT),
+    ("core/agreement.py send (run)", MESSAGE),
+    ("core/agreement.py send (wait)", EVENT),
     ("core/reducer.py send_heartbeats (wait)", EVENT),  # as long as pages of heartbeats are new
 }
 HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the last two the detector finds

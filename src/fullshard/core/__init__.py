@@ -45,6 +45,7 @@ from fullshard.core.mesh import (
     ShardAxis,
     axis_of,
     check_order,
+    group_of,
     group_of_mesh,
     resolve_mesh,
     shard_placement,

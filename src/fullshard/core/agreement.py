@@ -18,7 +18,7 @@ from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitN
 from fullshard.comm.base import Collectives, Started
 from fullshard.comm.streams import CollectiveCall
 from fullshard.core.communicator import Communicator
-from fullshard.core.mesh import ShardAxis, group_of
+from fullshard.core.mesh import ShardAxis
 from fullshard.core.subclasses import plain_parts
 from fullshard.errors import StateError, printable
 
@@ -215,31 +215,18 @@ class Agreement(Ranks):
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
                 start = partial(dist.broadcast, message, source, group=group, async_op=True)
-                self._send(self.groups[group], group, [moved], start)
+                self.send(self.groups[group], group, [moved], start)
             if moved is not mine:
                 mine.copy_(moved)
-
-    def start_all_to_all(
-        self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> CollectiveCall:
-        """Start to exchange parts of 1-D tensors, on `device`, between all ranks. Return the call, to be waited for.
-
-        Sizes are in elements, one per rank, in rank order.
-        """
-        first, axis = next(iter(self.groups.items()))
-        group = group_of(self.ranks, first)
-        parts = received, sent, list(received_sizes), list(sent_sizes)
-        start = partial(dist.all_to_all_single, *parts, group=group, async_op=True)
-        return self._send(axis, group, [received], start, wait=False)
 
     # --- running and logging ---
 
     def _run(self, group: dist.ProcessGroup, fulls: Sequence[Tensor], start: Callable[[Collectives], Started]) -> None:
         assert self._communicator is not None
         collectives = self._communicator.collectives_of_group(group)
-        self._send(self.groups[group], group, fulls, partial(start, collectives))
+        self.send(self.groups[group], group, fulls, partial(start, collectives))
 
-    def _send(
+    def send(
         self,
         axis: ShardAxis,
         group: dist.ProcessGroup,
@@ -248,6 +235,10 @@ class Agreement(Ranks):
         *,
         wait: bool = True,
     ) -> CollectiveCall:
+        """Start a collective over a group, and log it on `axis` as this call. Return it, waited for unless `wait` is False.
+
+        `fulls`: the buffers with all ranks' parts, for `counting()`.
+        """
         communicator = self._communicator
         assert communicator is not None
         fingerprints = self._fingerprints.get(axis.key)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.core import Agreement
+from fullshard.core import Agreement, CollectiveCall, group_of
 
 P = TypeVar("P")
 
@@ -104,7 +106,7 @@ class Exchange:
             self.sent += send.nbytes
         incoming, in_sizes = self._buffer("in", device, receives)
         sent = [outgoing.to(device)]  # kept until the call is over
-        call = self._group.start_all_to_all(incoming, sent[0], in_sizes, out_sizes)
+        call = _start_all_to_all(self._group, incoming, sent[0], in_sizes, out_sizes)
 
         def finish() -> None:
             call.wait()
@@ -123,6 +125,20 @@ class Exchange:
             sizes[one.rank] += padded(one.nbytes)
         staging = self._buffers.setdefault((which, device), StagingBuffer(device))
         return staging.take([((sum(sizes),), torch.uint8)])[0], sizes
+
+
+def _start_all_to_all(
+    ranks: Agreement, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
+) -> CollectiveCall:
+    """Start to exchange parts of 1-D tensors, on `ranks.device`, between all ranks. Return the call, to be waited for.
+
+    Sizes are in elements, one per rank, in rank order.
+    """
+    first, axis = next(iter(ranks.groups.items()))
+    group = group_of(ranks.ranks, first)
+    parts = received, sent, list(received_sizes), list(sent_sizes)
+    start = partial(dist.all_to_all_single, *parts, group=group, async_op=True)
+    return ranks.send(axis, group, [received], start, wait=False)
 
 
 def _places(memory: Tensor, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
