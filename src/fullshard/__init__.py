@@ -4,7 +4,6 @@ A subpackage imports only subpackages below it, in the order of docs/architectur
 """
 
 from fullshard import ext, fsdp2
-from fullshard.checks.watchdog import positions
 from fullshard.comm.base import Collectives
 from fullshard.comm.streams import Lane
 from fullshard.comm.traffic import Message
@@ -42,6 +41,7 @@ from fullshard.policies import (
 from fullshard.tools.counting import counting, stats
 from fullshard.tools.install import install, installed, uninstall
 from fullshard.tools.lint import lint
+from fullshard.tools.positions import positions
 from fullshard.tools.verify import verify
 from fullshard.weights.ema import EMA
 from fullshard.weights.loading import load_weights

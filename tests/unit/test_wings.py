@@ -37,7 +37,7 @@ BELOW = {  # a package, and those that it may import
     "fsdp2": {"comm", "checks", "core", "state", "optim", "frontend", "wrap"},
     "wrap": {"core", "frontend"},
     "fsdp1": {"core", "state", "optim", "frontend", "ext", "fsdp2", "wrap"},
-    "tools": {"core", "optim", "frontend", "ext", "fsdp2", "wrap"},
+    "tools": {"checks", "core", "optim", "frontend", "ext", "fsdp2", "wrap"},
     "weights": {"core", "state", "optim", "wrap", "ext"},
     "foresight": {"core", "state", "optim", "frontend", "wrap", "ext"},
 }
