@@ -353,18 +353,6 @@ class Streams:
         # While the other ranks were replying, the watchdog may have found the cause.
         return StateError(text if log.desync_error is None else log.desync_error)
 
-    @contextmanager
-    def with_streams(self, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
-        """Within the block, run the collectives on `wrap(name, stream)` instead of each stream."""
-        plain = self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream
-        self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = map(
-            wrap, ("gather", "reduce", "replicate"), plain
-        )
-        try:
-            yield
-        finally:
-            self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream = plain
-
     def wait_for_all_streams(self) -> None:
         """Clear the wait that the watchdog sees, and order the compute stream and the host behind all other streams."""
         if self.wait_state is not None:

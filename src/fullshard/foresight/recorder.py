@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from fullshard import _torch
-from fullshard.core import Lane, Message, Move, StartedWork, Unit, Work, units_of
+from fullshard.core import Communicator, Lane, Message, Move, StartedWork, Unit, Work, units_of
 from fullshard.foresight.clock import Span
 from fullshard.foresight.recorded import Mark, RankSummary, Record, Recorded, RecordedCollective, RecordedStep
 from fullshard.frontend.module import any_unit
@@ -239,6 +239,19 @@ class _TimedStream:
 
 
 @contextmanager
+def _with_streams(communicator: Communicator, wrap: Callable[[str, Lane], Lane]) -> Iterator[None]:
+    """Within the block, run the collectives on `wrap(name, stream)` instead of each stream."""
+    plain = communicator.all_gather_stream, communicator.reduce_scatter_stream, communicator.all_reduce_stream
+    communicator.all_gather_stream, communicator.reduce_scatter_stream, communicator.all_reduce_stream = map(
+        wrap, ("gather", "reduce", "replicate"), plain
+    )
+    try:
+        yield
+    finally:
+        communicator.all_gather_stream, communicator.reduce_scatter_stream, communicator.all_reduce_stream = plain
+
+
+@contextmanager
 def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
     """Record the collectives, waits and memory of each step within a `with` block, to compare them with a prediction.
 
@@ -270,7 +283,7 @@ def record(model: nn.Module, *, memory: bool = False) -> Iterator[Recorded]:
         recorder = _Recorder(model, runtime.communicator.device, messages, memory=memory)
         handle = _torch.register_first_step_post_hook(recorder.optimizer_stepped)
         try:
-            with runtime.watched(recorder.around), runtime.communicator.with_streams(partial(_TimedStream, recorder)):
+            with runtime.watched(recorder.around), _with_streams(runtime.communicator, partial(_TimedStream, recorder)):
                 yield run
         finally:
             handle.remove()
