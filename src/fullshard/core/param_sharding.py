@@ -92,17 +92,6 @@ class ParamSharding:
         names = self.mesh.mesh_dim_names
         return () if names is None else tuple((axis, resolve_mesh(self.mesh[names[axis]])) for axis in others)
 
-    def ranges_at(self, coordinate: Sequence[int]) -> list[range]:
-        """Return the range of each dim that the rank at `coordinate` of `mesh` owns."""
-        found = [range(length) for length in self.shape]
-        # the shard axis comes last: FSDP shards the local tensor that tensor parallelism leaves
-        for axis in sorted(range(self.mesh.ndim), key=lambda axis: axis == self.data_axes[-1]):
-            placement: Any = self.placements[axis]
-            if _torch.is_shard(placement):
-                part = Extent.of_rank(len(found[placement.dim]), ranks=self.mesh.size(axis), rank=coordinate[axis])
-                found[placement.dim] = found[placement.dim][part.start : part.stop]
-        return found
-
     def slice(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of `whole`, as a view."""
         if not self.shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fullshard.core import ParamSharding, ShardedParameter
+from fullshard import _torch
+from fullshard.core import Extent, ParamSharding, ShardedParameter
 from fullshard.optim.pieces import is_same
 
 
@@ -96,6 +97,18 @@ class StepOrder:
         return [index for index in range(len(members)) if index not in ends] + ends
 
 
+def ranges_at(sharding: ParamSharding, coordinate: Sequence[int]) -> list[range]:
+    """Return the range of each dim that the rank at `coordinate` of the parameter's mesh owns."""
+    found = [range(length) for length in sharding.shape]
+    # the shard axis comes last: FSDP shards the local tensor that tensor parallelism leaves
+    for axis in sorted(range(sharding.mesh.ndim), key=lambda axis: axis == sharding.data_axes[-1]):
+        placement: Any = sharding.placements[axis]
+        if _torch.is_shard(placement):
+            part = Extent.of_rank(len(found[placement.dim]), ranks=sharding.mesh.size(axis), rank=coordinate[axis])
+            found[placement.dim] = found[placement.dim][part.start : part.stop]
+    return found
+
+
 def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:
     """Return the share of ranks on which a parameter has elements. It is equal on all ranks. `known` is a cache."""
     if not prod(sharding.shape):
@@ -108,5 +121,5 @@ def _share(sharding: ParamSharding, known: dict[Any, float]) -> float:
     key = sharding.shape, sharding.mesh, sharding.placements
     if key not in known:
         places = list(itertools.product(*map(range, sharding.mesh.mesh.shape)))
-        known[key] = sum(all(map(len, sharding.ranges_at(place))) for place in places) / len(places)
+        known[key] = sum(all(map(len, ranges_at(sharding, place))) for place in places) / len(places)
     return known[key]

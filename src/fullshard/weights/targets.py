@@ -28,6 +28,7 @@ from fullshard.core import (
 )
 from fullshard.errors import StateError, some_of
 from fullshard.optim.copies import agreement_of_all, find_difference
+from fullshard.optim.empty_shards import ranges_at
 from fullshard.weights.boxes import Box, ModelTensor, ShardMap
 from fullshard.weights.key_map import MappedTensor
 
@@ -236,7 +237,7 @@ def _shard_map_of(sharding: ParamSharding, full_mesh: DeviceMesh, ranks: Sequenc
     shape, places = tuple(sharding.shape), full_mesh.mesh
     found: dict[int, Box | None] = {}
     for place in product(*map(range, places.shape)):
-        ranges = sharding.ranges_at([place[axis] for axis in axes])
+        ranges = ranges_at(sharding, [place[axis] for axis in axes])
         box = Box(tuple(one.start for one in ranges), tuple(map(len, ranges)))
         found[int(places[place])] = box if box.numel else None
     return ShardMap(shape, tuple(found[rank] for rank in ranks))
