@@ -198,7 +198,7 @@ class PreparedShard:
             keep_after_forward=keep_after_forward,
             subgroup_size=subgroup_size,
             states=states,
-            mp=self._mp_policy.without_override(),  # `_inspect` calls the override, once with each parameter
+            mp=self._mp_policy.without_override(),  # `check` calls the override, once with each parameter
             offload=offload_policy,
             comm=comm_policy,
             checks=check_policy,
@@ -210,17 +210,12 @@ class PreparedShard:
         # are called once with each parameter.
         self._decided: dict[nn.Parameter, tuple[ParamSharding, bool]] = {}
 
-    def check(self) -> PreparedShard:
-        """Raise the errors of `fully_shard` about the module, without changing the module. Collective."""
-        self._inspect()
-        return self
-
     @gc_paused()
     @torch.inference_mode(False)  # version counters show writes, and inference tensors have none
     def apply(self) -> None:
         """Form one unit. Collective."""
         optimizer_hooks.register()
-        managed, ties, refs = self._inspect()
+        managed, ties, refs = self.check()
         if self._options.sync == "broadcast" and (refs or managed.buffers):
             self._broadcast_values(managed, refs)
         # The module changes only from here on (but for values by sync="broadcast"): an error of the caller leaves it intact.
@@ -245,10 +240,11 @@ class PreparedShard:
         for root in unit.modules:
             name_units_in(root)
 
-    def _inspect(self) -> tuple[ManagedTensors, Ties, list[ParamRef]]:
+    def check(self) -> tuple[ManagedTensors, Ties, list[ParamRef]]:
         """Return the tensors to manage, the ties to other units, and the parameters to shard, or raise. Collective.
 
-        It may create process groups, and reshards other units that own some of the parameters. It changes nothing else.
+        The errors are those of `fully_shard` about the module. It may create process groups, and reshards other units that own
+        some of the parameters. It changes nothing else.
         """
         axis, options = self._axis, self._options
         managed = collect(

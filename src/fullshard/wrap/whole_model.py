@@ -227,16 +227,17 @@ def shard_model(
     if mesh is None and options.get("dp_mesh_dims") is None:
         mesh = resolve_mesh(None).mesh
     modules = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
-    prepared = [
-        PreparedShard(
+    prepared: list[PreparedShard] = []
+    for unit in plan.units:
+        one = PreparedShard(
             [modules[name] for name in unit.modules],
             units=modules.values(),
             ignored_params=ignored,
             mesh=mesh,
             **{**options, **unit.options},
-        ).check()
-        for unit in plan.units
-    ]
+        )
+        one.check()
+        prepared.append(one)
     # All units have been checked: from here on modules change.
     for one in prepared:
         one.apply()
