@@ -49,11 +49,8 @@ class RankState:
 class WaitState:
     """The call that one thread waits for.
 
-    The thread is in the `wait` of this call. On an asynchronous device the call may instead be the oldest one that the device
-    has not completed.
-
-    A host with an asynchronous device runs ahead: it queues collectives and waits for none of them. A collective that hangs
-    stops the device first, and the host only later, in any code that synchronizes.
+    The thread is in the `wait` of this call. On an asynchronous device, whose host waits for no collective, the call may be the
+    oldest one that the device has not completed instead (docs/error-detection.md).
     """
 
     __slots__ = ("__weakref__", "_newest", "_seen", "_since", "_stalled", "call", "in_flight", "patience", "timeout")

@@ -83,12 +83,7 @@ _UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Messages]] = weakre
 class GlooCollectives:
     """The fastest collectives on gloo and the CPU (measured by `make bench`).
 
-    gloo's all-gather copies through two buffers of the full size. Sends and receives directly between shard and output are 1.5
-    to 4 times as fast from 64 KiB on and need no staging memory. gloo's reduce-scatter is an all-reduce; exchanging chunks and
-    summing them locally moves half the bytes.
-
-    gloo matches its own collectives by their count, and a message of an unexpected length kills the process. Here each message
-    carries the tag of its call, so ranks that run different calls wait, and the watchdog can report the divergence.
+    docs/data-plane.md says what gloo's own lack, and docs/error-detection.md what the tags of messages are for.
     """
 
     direct_min_bytes: float = DIRECT_MIN_BYTES

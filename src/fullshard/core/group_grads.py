@@ -11,7 +11,7 @@ from fullshard.core.sharded_param import ShardedParameter
 
 
 class GroupGradients:
-    """Gradients of one group that are kept between backwards, and whether ranks may compare which of them have a `.grad`.
+    """Gradients of one group between backwards.
 
     `foresight/group.py` predicts what this class and `Reduction` allocate and send, in the same order, and
     `wrap/plan_messages.py` the sums of it: change all of them together. They take dtypes from the same `Dtypes`.

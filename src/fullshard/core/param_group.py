@@ -45,14 +45,11 @@ class ParamGroup:
         flat: whether the shards are parts of a flat shard. Else the group has only one parameter.
         is_exact: whether the unsharded parameters have the values of the shards, but for a cast.
         parameters: the sharded parameters, in the order of `layout.offsets`.
-        sharded: their DTensors.
-        fingerprints: hashes of the group's collectives for the collective log.
         layout: layout of the all-gather over the shard axis, and of the reduce-scatter; fixed.
         shard_layout: layout of the flat shard: `layout`, unless shards are divided over the replicas as well.
         shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed.
         is_replicated: whether the group has scalars, which are replicated on all ranks.
-        grads: gradients kept between backwards.
     """
 
     flat = is_exact = True

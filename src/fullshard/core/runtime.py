@@ -33,13 +33,7 @@ PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop
 
 
 class Runtime:
-    """Runs the units of one device and one thread, and refers to them weakly.
-
-    hooks ──> unit ──> scheduler: events in, actions out (pure)
-                └────> runtime ──> group: memory, planned all-gathers
-                          ├──────> reducer: gradients on their way to .grad
-                          └──────> communicator ──> process group (the reducer uses it as well)
-    """
+    """Runs the units of one device and one thread, and refers to them weakly. docs/architecture.md draws who calls whom."""
 
     _of_thread = local()
 

@@ -32,9 +32,7 @@ class ShardedDTensor(DTensor):
     """A sharded parameter, a view of one, or an empty tensor like one. Other results, as of `detach()`, are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
-    subclass runs before that error: it computes with a plain DTensor over the same memory, names the parameter in errors, and
-    records writes. Optimizers step with the local tensors (`LocalStep`) or with plain DTensors (`use_plain_dtensor`). Reading
-    `.grad` or `.shape` costs nothing extra.
+    subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
     """
 
     @classmethod
