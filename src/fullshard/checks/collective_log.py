@@ -69,8 +69,6 @@ class Fingerprint(bytes):
 class LoggedCall:
     """One call in the log of this rank."""
 
-    __slots__ = ("fingerprint", "log", "number")
-
     log: CollectiveLog
     fingerprint: Fingerprint
     number: int  # position in the log, starting at 1
