@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which processes to kill, and when")
     options = parser.parse_args()
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=5_000, heartbeat_timeout_ms=2_000, quorum_tick_ms=50
+        bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=2_000, quorum_tick_ms=50
     )
     with tempfile.TemporaryDirectory() as folder:
         every = [Group(number, Path(folder), lighthouse.address(), options.steps) for number in range(options.groups)]
