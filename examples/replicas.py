@@ -104,7 +104,7 @@ class Group:
         return self._folder / f"{self.number}-{rank}.jsonl"
 
     def steps(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Return what a rank said after each step."""
+        """Return the entries of a rank, one per step."""
         path = self._log(rank)
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -99,6 +99,8 @@ def _refused(rank: int, size: int) -> None:
     fullshard.shard_model(model)
     with pytest.raises(ValueError, match="no state for 'mine'"):
         fullshard.replicas.attach(model, optimizer, None, also={"mine": 3})
+    with pytest.raises(ValueError, match="also= has 'model'"):
+        fullshard.replicas.attach(model, optimizer, None, also={"model": {}})
     handle = model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ValueError, match="'weight' have hooks on accumulated gradients"):
         fullshard.replicas.attach(model, optimizer, None)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.weights import Drop, Split
 from fullshard.weights.adapters import checkpoint_engine, files, m2n
+from fullshard.weights.headers import header_bytes
 
 # --- vLLM 0.33: what its engines ask of a source, written from reading vllm/distributed/weight_transfer ---
 
@@ -270,7 +271,7 @@ def test_parameter_servers_hold_each_tensor_once(world: World) -> None:
 @ranks(2)
 def test_a_consumer_of_files_has_the_newest_version_whatever_it_had(world: World) -> None:
     model, folder = loaded(world, "rows"), world.folder("followed")
-    pub = fullshard.publish(model, dtype=torch.bfloat16, keep=4)
+    pub = fullshard.publish(model, dtype=torch.bfloat16, keep=5)
 
     def check(state: dict[str, Tensor], digest: str) -> str:
         whole = {name: one.clone() for name, one in pub.full()}
@@ -283,7 +284,7 @@ def test_a_consumer_of_files_has_the_newest_version_whatever_it_had(world: World
 
     with mock.patch.object(files, "PAUSE", 0.0), pytest.raises(FileNotFoundError):
         files.follow(folder, {}, "")
-    first = pub.seal(0)
+    first = checkpoint = pub.seal(0)
     pub.save(folder)
     early: dict[str, Tensor] = {}
     digest = check(early, "")
@@ -301,12 +302,18 @@ def test_a_consumer_of_files_has_the_newest_version_whatever_it_had(world: World
         assert files.follow(folder, early, pub.latest.digest) == pub.latest.digest  # reads nothing
     stepped(model)
     pub.seal(3)
+    pub.save(folder, since=checkpoint)  # a second file of changes that begins at the checkpoint
+    (folder / "changes-mine.safetensors").write_bytes(header_bytes([]))
+    dist.barrier()
+    assert check(early, first.digest) == check({}, "")
+    stepped(model)
+    pub.seal(4)
     pub.save(folder, keep=1)  # changes do not lead to it
     wrong = {"column": torch.zeros(1)}
     with pytest.raises(ValueError, match="Expected 'column' of the state"):
         files.follow(folder, wrong)
     assert set(wrong) == {"column"}
-    check(early, first.digest)
+    check(early, pub.latest.digest[::-1])
     assert any(not torch.equal(one, before[name]) for name, one in early.items())
 
 

@@ -180,6 +180,8 @@ def test_layers_are_contiguous_and_rules_join_them(world: World) -> None:
     assert torch.equal(put_together(world, list(pub.shards()))["model.layers.both"], found["model.layers.both"])
     assert torch.equal(pub.state_dict()["model.layers.both"], found["model.layers.both"])
     assert list(dict(pub.full(names=names[2:0:-1]))) == names[2:0:-1] and not dict(pub.full(names=[]))
+    with pytest.raises(ValueError, match="names= has 'mine', which are not published"):
+        pub.full(names=["mine"])
 
 
 @pytest.mark.proves("24b")

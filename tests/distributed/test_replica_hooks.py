@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import World, ranks
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
 import fullshard
@@ -77,6 +78,31 @@ def test_state_dict_on_another_thread_has_the_shards_and_changes_nothing(world: 
     assert not failures and reads[0] > 3, failures
     for ours, alone in zip(*(model.state_dict().values() for model in models)):
         assert torch.equal(ours.to_local(), alone.to_local())
+
+
+@ranks(2)
+def test_state_dict_on_another_thread_has_each_shard_under_its_name(world: World) -> None:
+    """Several modules as one unit, with parameters of one name; a module under two names; a wrapper that renames."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), checkpoint_wrapper(nn.Linear(4, 3, bias=False)), nn.Tanh())
+    model.again = model[0]
+    fullshard.fully_shard([model[1], model[2]], mesh=world.mesh)
+    fullshard.fully_shard(model, mesh=world.mesh)
+    found: dict[str, Any] = {}
+    reads = lambda: found.update(model.state_dict(prefix="mine."))
+    for where in ("before", "unsharded"):
+        if where == "unsharded":
+            for module in (model, model[1]):
+                module.unshard()
+        thread = threading.Thread(target=reads)
+        thread.start()
+        thread.join()
+        assert all(isinstance(value, DTensor) for value in found.values()), where
+        shards = {name: (value.shape, value.to_local().clone()) for name, value in found.items()}
+    expected = model.state_dict(prefix="mine.")
+    assert list(shards) == list(expected) and "mine.2.weight" in shards
+    for name, value in expected.items():
+        assert shards[name][0] == value.shape and torch.equal(shards[name][1], value.to_local()), name
 
 
 @pytest.mark.proves("45b")

@@ -214,12 +214,11 @@ class StateHooks:
         """Put the shards into a result that another thread asked for: the modules show whatever training needs then."""
         if self._unit is None or self._unit.runtime.is_of_this_thread:
             return
-        paths = {id(_torch.parameters_of(held)): path for path, held in module.named_modules(remove_duplicate=False)}
+        held = _torch.parameters_of(module)
         for parameter in self._unit.parameters:
             for slot in parameter.slots:
-                path = paths.get(id(slot.parameters), "")
-                key = f"{prefix}{path}.{slot.name}" if path else prefix + slot.name
-                if key in state_dict:
+                key = prefix + slot.name
+                if slot.parameters is held and key in state_dict:
                     keeps = isinstance(state_dict[key], nn.Parameter)
                     state_dict[key] = parameter.sharded if keeps else parameter.sharded.detach()
 
@@ -274,10 +273,11 @@ def install_hooks(unit: Unit) -> None:
             root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True),
             root.register_forward_hook(forward.after, always_call=True),
             root.register_state_dict_pre_hook(state.before_save),
-            root.register_state_dict_post_hook(partial(state.after_save)),  # torch sets an attribute on it
             root.register_load_state_dict_post_hook(state.after_load),
         ]
         unit.hooks += [(weakref.ref(root), handle) for handle in handles]
         for module in root.modules():
             if id(_torch.parameters_of(module)) in holders:
                 unit.hooks.append((weakref.ref(module), module.register_load_state_dict_pre_hook(state.before_load)))
+                after = partial(state.after_save)  # torch sets an attribute on it
+                unit.hooks.append((weakref.ref(module), module.register_state_dict_post_hook(after)))

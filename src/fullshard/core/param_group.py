@@ -90,8 +90,8 @@ class ParamGroup:
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
         # What the last commit set as `.grad`; None while a reduction reuses that.
         self.parts: GradientParts | None = None
-        # Around sums of gradients over tensor-parallel ranks, which DTensor runs; called with their text for the log.
-        self.summing: Callable[[str], AbstractContextManager[object]] = nullcontext
+        # Around DTensor's sums of gradients over tensor-parallel ranks, called with their text for the log; None without sums.
+        self.summing: Callable[[str], AbstractContextManager[None]] | None = None
         self.divided = ""  # log text of the last reduction with `set_gradient_divide_factor`
         # Options of the last reduction, whether it deferred its second step, and its `ReductionFactors`.
         self.factors: tuple[object, bool, Any] | None = None
@@ -503,7 +503,8 @@ class ParamGroup:
         if self._is_plain:
             return grads
         pairs, reduce = [*zip(self.parameters, grads)], self.dtypes.reduce
-        with self.summing(f"sum of the gradients of {[p.name for p, grad in pairs if grad is not None]}"):
+        named = f"sum of the gradients of {[p.name for p, grad in pairs if grad is not None]}" if self.summing else ""
+        with self.summing(named) if self.summing else nullcontext():
             return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name, reduce=reduce) for p, grad in pairs]
 
     def new_sum(self, reduced: Tensor) -> Tensor:

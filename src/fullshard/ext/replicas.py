@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from fullshard.core import Unit, units_of
 from fullshard.errors import StateError, some_of
 
-_LENGTH_STEP = (
-    256  # messages with counts of units are multiples of this, so that models that differ a little send equal lengths
-)
+# Messages with counts of units are multiples of this many numbers, so that models that differ a little send equal lengths.
+_LENGTH_STEP = 256
 
 
 def attach(
@@ -39,7 +38,7 @@ def attach(
 
     Raises:
         ValueError: for HSDP or HFSDP inside of the group, for parameters with hooks that may step in the backward, for a model
-            without units, or for a value of `also` without state.
+            without units, or for a name or value of `also` that is taken or has no state.
 
     Example:
         >>> optimizer = fullshard.replicas.attach(model, optimizer, manager)                  # doctest: +SKIP
@@ -65,9 +64,17 @@ def attach(
             f"Parameters {some_of(hooked)} have hooks on accumulated gradients. If these step, they do before the groups vote. "
             "Step after the backward."
         )
-    states = {name: _state_of(name, one) for name, one in {**(also or {}), "model": model, "optimizer": optimizer}.items()}
+    own = {"model": model, "optimizer": optimizer}
+    if taken := sorted({*own} & {*(also or {})}):
+        raise ValueError(f"also= has {some_of(taken)}, which attach() saves itself under these names. Use other names.")
+    states = {name: _state_of(name, one) for name, one in {**(also or {}), **own}.items()}
 
     def load(state: Mapping[str, Any]) -> None:
+        if {*state} != {*states}:
+            raise StateError(
+                f"Another replica group has the states {sorted(state)}, and this one {sorted(states)}. Pass the same also= in "
+                "all groups."
+            )
         for name, (_, put) in states.items():
             put(state[name])
 
@@ -82,11 +89,12 @@ def attach(
             super().zero_grad(set_to_none)
 
         def step(self, closure: Any = None) -> None:
-            assert closure is None, "torchft does not support closures"
+            if closure is not None:
+                raise ValueError("step() of a replica group takes no closure, as torchft's: compute the loss before it.")
             compared.compare(compared.reduced)
             if manager.should_commit():
                 optimizer.step()
-            else:  # what a group loaded makes kept parameters stale on the ranks that loaded alone
+            else:  # ranks that loaded the state of another group gather kept parameters anew: so must the others
                 for unit in units_of(model, True):
                     unit.ensure_sharded(doing="a refused step")
 

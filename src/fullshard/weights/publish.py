@@ -231,12 +231,18 @@ class Publication:
             bucket_bytes: as in `iter_full`.
 
         Returns:
-            An iterator of (name, full tensor), in the order of `tensors`. It raises StateError if the version is dropped
-            meanwhile.
+            An iterator of (name, full tensor), in the order of `names` or of `tensors`. It raises StateError if the version is
+            dropped meanwhile.
+
+        Raises:
+            ValueError: if an option is invalid, or `names` has a name that is not published.
         """
         check_int("ahead", ahead, least=0)
         check_int("bucket_bytes", 1 if bucket_bytes is None else bucket_bytes)
         is_receiver(to)  # or raise ValueError
+        names = None if names is None else list(names)
+        if unknown := sorted({*(names or ())} - {one.name for one in self.tensors}):
+            raise ValueError(f"names= has {some_of(unknown)}, which are not published. Take names from `tensors`.")
         return self._stream(version or self.latest, to, names=names, ahead=ahead, bucket_bytes=bucket_bytes)
 
     def shards(self, version: Version | None = None) -> Iterator[PublishedShard]:

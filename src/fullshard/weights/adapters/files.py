@@ -40,7 +40,7 @@ def follow(directory: str | os.PathLike[str], state: dict[str, Tensor], base: st
     for attempt in range(ATTEMPTS):
         try:
             return _follow(folder, state, base)
-        except (FileNotFoundError, BadFile):  # a save removed what is read here: there is a newer version
+        except (FileNotFoundError, BadFile):  # a save that keeps few checkpoints may have removed what is read here
             if attempt == ATTEMPTS - 1:
                 raise
             time.sleep(PAUSE)
@@ -67,10 +67,12 @@ def _follow(folder: Path, state: dict[str, Tensor], base: str) -> str:
 def _changes_in(folder: Path) -> dict[str, tuple[str, Path]]:
     """Return, by the digest of a version, that of the next one and the file of the changes between them."""
     found: dict[str, tuple[str, Path]] = {}
-    for path in folder.glob("changes-*.safetensors"):
+    # Several may begin at one version, as at the last checkpoint: the newest of them counts.
+    for path in sorted(folder.glob("changes-*.safetensors"), key=lambda path: path.stat().st_mtime_ns):
         with OpenFiles() as files:
             told = read_header(os.fspath(path), files).metadata
-        found[told["base"]] = told["digest"], path
+        if {"base", "digest"} <= set(told):  # else it is a file of somebody else
+            found[told["base"]] = told["digest"], path
     return found
 
 

@@ -32,7 +32,7 @@ def sources(publication: Publication, version: Version | None = None) -> Iterato
     if wrong := [one.name for one in publication.tensors if not 1 <= len(one.shape) <= 3]:
         raise ValueError(f"M2N takes tensors of 1 to 3 dims, got others in {some_of(wrong)}. Leave them out by rules=.")
     for one, tensor in publication.local_or_full(version, lambda one: one.mesh is not None and not one.not_m2n):
-        if one.mesh is not None and not one.not_m2n:
+        if one.mesh is not None and not one.not_m2n:  # the shard
             yield one, {"src": tensor, "src_mesh": one.mesh.mesh.tolist(), "src_placements": list(one.placements)}
         else:
             yield one, {"src": tensor, "src_mesh": list(publication.ranks), "src_placements": [Replicate()]}

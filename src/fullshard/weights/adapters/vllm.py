@@ -72,7 +72,7 @@ class ShardSource(base.WeightSource):
 
 
 class StepClient:
-    """A client of an engine that is told the step of the published weights when they have arrived.
+    """Client of an engine, which passes the step of the published weights as their version.
 
     Args:
         client: any of vLLM's clients.
