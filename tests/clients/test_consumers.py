@@ -1,4 +1,4 @@
-"""Versions that `publish()` saves and streams, as transformers and a loader like vLLM's take them."""
+"""Versions that `publish()` saves and streams, as transformers and a receiver of streams take them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def _publish(rank: int, size: int, *, kind: str) -> None:
             mine = model(input_ids=ids).logits
         torch.testing.assert_close(read(input_ids=ids).logits.float(), mine, atol=0.05, rtol=0.05)
         assert json.loads((folder / "latest" / "publication.json").read_text())["digest"] == version.digest
-        source = pub.full(version, to=0)
-        described = {one.name: (one.dtype, one.shape) for one in source.metadata()}
-        received = {name: tensor.clone() for group in source.iter_groups() for name, tensor in group}
+        described = {one.name: (one.dtype, one.shape) for one in pub.tensors}
+        received = {name: tensor.clone() for name, tensor in pub.full(version, to=0)}
         assert set(received) == (set(described) if rank == 0 else set())
         for name, tensor in received.items():
             assert (tensor.dtype, tuple(tensor.shape)) == described[name]
@@ -62,7 +61,7 @@ def _publish(rank: int, size: int, *, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mixtral"])
 def test_consumers_have_the_weights_of_each_version(kind: str) -> None:
-    """from_pretrained computes with the sealed weights, streams have what their metadata says, and files of changes lead on."""
+    """from_pretrained computes with the sealed weights, streams have what the description says, and files of changes lead on."""
     launch(_publish, size=2, kind=kind)
 
 
