@@ -973,7 +973,18 @@ static void launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                        }),
                        c10::DeviceType::Meta));
   const torch::jit::Stack meta_args(metas);
-  try {
+  // What optimizers do element by element has a result of known shape here, and meta finds that out in Python.
+  static const std::set<std::string> elementwise{"aten::add", "aten::addcdiv", "aten::addcmul",    "aten::div",  "aten::lerp", "aten::mul",
+                                                 "aten::neg", "aten::pow",     "aten::reciprocal", "aten::sqrt", "aten::sub"};
+  const auto* last = n ? schema.arguments()[n - 1].alias_info() : nullptr;
+  bool is_known = elementwise.count(schema.name()) && last != nullptr && last->isWrite() && args[n - 1].isTensor(), is_whole = false;
+  for (size_t i = 0; is_known && i + 1 < n; i++) {
+    if (!args[i].isTensor()) continue;
+    const at::Tensor t = args[i].toTensor(), out = args[n - 1].toTensor();
+    is_whole = is_whole || t.sizes() == out.sizes();
+    is_known = t.dim() == 0 || t.sizes() == out.sizes();
+  }
+  if (!(is_known && is_whole)) try {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(&metas);
   } catch (const std::exception& e) {

@@ -117,7 +117,7 @@ TEXTS = {
     "diverges": ("Ranks diverged at collective", SOON, ()),
     "raises": ("rank 1 raised RuntimeError: bad batch in 'blocks.1' forward", SOON, (1,)),
     "votes": (r"Ranks diverged at collective .*rank 1 ran any_failed\(\)", SOON, ()),
-    "exits": ("rank 1 ended the program while rank", SOON, (1,)),
+    "exits": ("rank 1 ended the program or its process group while rank", SOON, (1,)),
     "is killed": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective .*rank 1: does not answer", 4.0 + SOON, (1,)),
     "stops": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective .*rank 1: does not answer", 4.0 + SOON, (1,)),
     "sleeps": (r"waited 4 seconds \(CheckPolicy.timeout\) in collective", 4.0 + SOON, (1,)),

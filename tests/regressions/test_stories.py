@@ -817,13 +817,13 @@ def test_a_backward_that_raised_is_over_for_the_next_forward_though_the_engine_d
     assert_same_grads(sharded, model)
 
 
-@pytest.mark.parametrize("how", ["deferred", "kept"])
+@pytest.mark.parametrize("how", ["set_requires_all_reduce", "set_requires_gradient_sync", "set_is_last_backward"])
 @ranks(4)
 def test_a_failed_microbatch_takes_the_whole_sum_with_it_or_nothing(world: World, how: str) -> None:
     """Units that backward had reached kept the failed microbatch, the others did not."""
     model = Stack()
     sharded = shard_stack(copy.deepcopy(model), hybrid())
-    setter = sharded.set_requires_all_reduce if how == "deferred" else sharded.set_requires_gradient_sync
+    setter = getattr(sharded, how)
     setter(False)
     square(sharded(world.mine(batch(1)))).backward()
     loss = square(sharded(world.mine(batch(2))))
@@ -837,6 +837,25 @@ def test_a_failed_microbatch_takes_the_whole_sum_with_it_or_nothing(world: World
         square(sharded(world.mine(batch(0)))).backward()
     square(model(batch(0))).backward()
     assert_same_grads(sharded, model)
+
+
+@ranks(4)
+def test_hooks_get_sums_to_which_those_over_shards_of_earlier_microbatches_are_added(world: World) -> None:
+    """With several reductions in flight, the hook of the only unit came before the earlier sum over shards was there."""
+    model = nn.Linear(5, 6)
+    policy = fullshard.CommPolicy(reductions_in_flight=4)
+    sharded = fullshard.fully_shard(copy.deepcopy(model), mesh=hybrid(), comm_policy=policy)
+    seen: dict[str, torch.Tensor] = {}
+    for name, parameter in sharded.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.update({name: p.grad.full_tensor()}))
+    sharded.set_is_last_backward(False)
+    for micro in range(3):
+        sharded.set_requires_all_reduce(micro == 2)
+        square(sharded(world.mine(batch(micro)))).backward()
+    for micro in range(3):
+        square(model(batch(micro))).backward()
+    for name, parameter in model.named_parameters():
+        assert_near(seen[name], parameter.grad, name, rounding(torch.float32))
 
 
 @ranks(4)
@@ -1402,7 +1421,9 @@ def test_gradients_as_values_are_those_of_one_backward(world: World) -> None:
     with model.accumulate():
         loss().backward()
     model.bias.requires_grad_(True)
-    with pytest.raises(StateError, match="gradients of unit 'Linear' are accumulated on each rank only, here of 'weight'"):
+    with pytest.raises(
+        StateError, match="gradients of unit 'Linear' are accumulated but not reduced, on this rank of 'weight'"
+    ):
         fullshard.grad(loss(), [model.bias])
 
 

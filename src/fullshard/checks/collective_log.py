@@ -17,7 +17,7 @@ from fullshard.errors import StateError
 
 DIGEST = 8  # bytes of a hash
 
-_RECENT = 64  # number of calls of a log that are kept and published
+_RECENT = 64  # number of calls of a log that are published; at least as many are kept
 # A block with at least this many calls is full: `roll_block` then begins the next. Calls of a block are hashed together.
 _BLOCK_SIZE = 16
 
@@ -265,9 +265,9 @@ class GroupFingerprints(dict[str, Fingerprint]):
 
 
 def find_desync(windows: Mapping[int, Sequence[tuple[int, int, str]]]) -> tuple[int, dict[str, list[int]]] | None:
-    """Return the number of the first call that differs between ranks, and the ranks of each call text; None if none differs.
+    """Return the number of the first call in `windows` whose hash differs, and the ranks of each text; None if none differs.
 
-    A rank without that call is ignored. `windows` has the recent calls of each rank: (number, hash, text) in order.
+    A rank without that call is ignored. `windows`: (number, hash of all calls up to it, text) of each rank's recent calls.
 
     >>> find_desync({0: [(1, 77, "a"), (2, 88, "b")], 1: [(1, 77, "a"), (2, 99, "c")], 2: [(1, 77, "a")]})
     (2, {'b': [0], 'c': [1]})

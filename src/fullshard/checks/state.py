@@ -20,7 +20,7 @@ class RankState:
     last: str = ""  # text of the last call; "" before the first one
     waits: str | None = None  # number and text of the call that the rank waits for, as in "3, all_gather of 'a'"
     exception: str | None = None  # class, text and place of the exception that ended the step
-    ended: bool = False  # whether the rank ended the program
+    ended: bool = False  # whether the rank ended the program or destroyed its process group
     beyond: bool = False  # whether the call may also wait for ranks that have no part in the log
 
     def pack(self) -> bytes:
@@ -42,7 +42,7 @@ class RankState:
         if self.exception is not None:
             return f"raised {self.exception}, {where}"
         if self.waits is not None:
-            return f"waiting in collective {self.waits}{', or for a replica in its hook' * self.beyond}"
+            return f"waiting in collective {self.waits}{', or in its all-reduce hook for another replica' * self.beyond}"
         return f"computing or elsewhere, {where}" if self.count else where
 
 
@@ -56,7 +56,7 @@ class WaitState:
     __slots__ = ("__weakref__", "_newest", "_seen", "_since", "_stalled", "call", "in_flight", "patience", "timeout")
 
     def __init__(self) -> None:
-        self.patience = 1.0  # seconds until the watchdog requests the positions of the other ranks
+        self.patience = 1.0  # seconds until the watchdog requests the states of the other ranks
         self.timeout: float | None = None  # seconds until the wait fails; None for never
         self.call: LoggedCall | None = None  # the thread is in the `wait` of this call
         # Calls queued on an asynchronous device, oldest first. The thread appends calls, `poll_device` removes completed ones.

@@ -37,7 +37,7 @@ class StateStore:
         self.is_cut_off = False  # whether this rank sends nothing more, because the rank that serves the store ends (`cut_off`)
         self._last: dict[str, bytes] = {}  # states of rank 0, read when the store was cut off
         self._store = store
-        self._extended = store.has_extended_api()  # several keys in one request
+        self._extended = store.has_extended_api()  # several keys in one request; else one request for each
         self._present: set[str] = set()  # keys known to exist; keys are never deleted
         self._published: dict[str, bytes] = {}  # records as last published
         self._gap = 0  # polls that found the next notice missing

@@ -56,8 +56,8 @@ class Inquiry:
             failures = [f"{listed([rank])} raised {state.exception}" for rank, state in ended.items() if state.exception]
             how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
-            return f"{how} ended the program while {here}. {last}"
-        # A rank that raised may continue: only a state published after the request counts. On gloo, such a rank may have logged
+            return f"{how} ended the program or its process group while {here}. {last}"
+        # A rank that raised may continue: only a state published after the request counts. With tags, it may have logged
         # this call without starting it: an all-reduce over replicas starts when the reduce-scatter before it is waited for.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
@@ -108,7 +108,7 @@ class Inquiry:
         if state is None:
             return "does not answer"
         if state.ended:
-            return f"ended the program, last state: {state}"
+            return f"ended the program or its process group, last state: {state}"
         return str(state) if state.replies_to(self._request) else f"does not answer, last state: {state}"
 
 

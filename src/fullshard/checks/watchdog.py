@@ -33,7 +33,7 @@ _ABORTED = "The process groups of these ranks are aborted: end the program."
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Request for the states of all ranks in one log. The rank that posted the last request reads the states."""
+    """Request for the states of all ranks in one log. The rank that posted the last one reads them; one that timed out, too."""
 
     number: int  # of the notice
     rank: int
@@ -48,13 +48,13 @@ class Watchdog:
 
     1. A rank that has waited longer than its patience posts a request. All ranks publish their states, and this rank reads
        them.
-    2. If two logs differ, the ranks have diverged. The rank that finds this, or finds that another rank raised, ended or
-       disconnected, posts a verdict.
+    2. If two logs differ, the ranks have diverged. A rank that finds this, or that another rank raised, ended or disconnected,
+       or that its own wait exceeds `CheckPolicy.timeout`, posts a verdict.
     3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
     4. Each rank aborts the process groups of a closed log, so all waits return.
 
-    On gloo, messages carry the tag of their call, so no rank receives the data of another call. On nccl, the watchdog polls the
-    oldest collective in flight, since the host does not wait.
+    With gloo on the CPU, messages carry a tag of their call, so that no rank takes data of another call. On an accelerator the
+    watchdog polls the oldest collective in flight, since the host does not wait.
 
         local state ──> records ──> state store <── notices: requests, verdicts ──> closed logs, aborted process groups
                           states of all ranks ──> verdict
@@ -112,7 +112,7 @@ class Watchdog:
         return next((call for state in list(self._waits) if (call := state.waits_in(log)) is not None), None)
 
     def follow_peers(self) -> None:
-        """Poll often for a while: this rank raised an exception, and other ranks may soon wait for it."""
+        """Poll often for a while, since ranks may soon wait: this rank raised an exception, or read a request for its state."""
         self._following_until = self._clock() + _FOLLOW_SECONDS
 
     def end(self) -> None:
@@ -198,7 +198,7 @@ class Watchdog:
         return request
 
     def _diagnose(self, log: CollectiveLog, waits: Sequence[WaitState], now: float) -> None:
-        """Request the states of all ranks if no recent request did. The rank that reads them posts the verdict, if any."""
+        """Request the states, unless a request came within the shortest wait and `interval`. Post the verdict, if any."""
         request = self._requests.get(log.key)
         interval = max(REQUEST_INTERVAL, 3 * self._store.period(waits=True))
         waiting = min((state.seconds_waiting(now) for state in waits), default=interval)
@@ -211,7 +211,7 @@ class Watchdog:
         inquiry = Inquiry(self._store, log, request.number)
         text = self._why(log, inquiry, waits, now)
         if any(state.beyond and state.replies_to(request.number) for state in inquiry.states.values()):
-            late.clear()  # a replica that this log does not know is late
+            late.clear()  # a rank here waits, in its hook, for a replica outside of this log: nobody here is late
         if text is None and late:
             state, call = late[0]
             if inquiry.is_complete or state.seconds_waiting(now) > (state.timeout or 0.0) + interval:
@@ -290,16 +290,16 @@ class Watchdog:
                 return str(inquiry)
 
     def peer_lost(self, call: LoggedCall, rank: int) -> None:
-        """Close the log of `call`, because `rank` closed its connections. The verdict says why, if `rank` published that."""
-        log, how = call.log, "is gone: it closed its connections"
+        """Close the log of `call`: a message to or from `rank` failed. The verdict says why, if `rank` published that."""
+        log, how = call.log, "is gone: its connection closed or timed out"
         with self._lock:
             try:
                 self._read_notices()
                 state = self._store.states(log, [rank]).get(rank)
                 if state is not None and state.exception is not None:
-                    how = f"raised {state.exception}, and it closed its connections"
+                    how = f"raised {state.exception}, and its connection closed or timed out"
                 elif state is not None and state.ended:
-                    how = "ended the program"
+                    how = "ended the program or its process group"
             except Exception:  # the store cannot be reached: its rank ended
                 if self._store.is_served_by_first_rank and self._store.rank != 0:
                     rank, how = 0, "is gone, and with it the store of the process group"

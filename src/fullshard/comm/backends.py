@@ -40,5 +40,5 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
 
 
 def carries_tags(backend: str, device: torch.device) -> bool:
-    """Return True if messages of collectives carry the tag of their call, so messages of diverged ranks never match."""
+    """Return True if messages carry a tag, 24 bits of the hash of their call, so that those of diverged ranks do not match."""
     return device.type == "cpu" and backend == "gloo"

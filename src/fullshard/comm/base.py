@@ -46,20 +46,20 @@ Started: TypeAlias = StartedWork | dist.Work | None
 
 
 class Collectives(Protocol):
-    """The collectives of one process group. Tensors are 1-D and contiguous, and no method waits for its collective.
+    """The collectives of one process group. Tensors are contiguous, in all but all-reduces 1-D. No method waits for completion.
 
     Pass an implementation of your own as `CommPolicy(collectives=...)`.
 
     Attributes (those with a default may be missing):
         ranks: number of ranks in the group.
         rank: this rank's index in the group.
-        direct_min_bytes: a parameter whose chunk has at least this many bytes gets an all-gather of its own.
+        direct_min_bytes: default of `CommPolicy.direct_min_bytes`; `inf` packs all parameters, whatever the policy says.
         in_order: True if collectives run in order on the current stream, so that waiting for one does not block the host. Large
             gradients that need a copy are then reduced slice by slice through one buffer. Default False.
         in_place: True if, in a group of one rank, the input of `reduce_scatter` may be its output, so that gradients are cast
             directly into it. Default False.
-        gather_memory: allocates the output of an all-gather, which is then a single message. Default None: any memory.
-        reduce_memory: allocates the inputs and outputs of reduce-scatters. Default None: any memory.
+        gather_memory: allocates the all-gather output, then one message; needs `direct_min_bytes` inf. Default None: torch.
+        reduce_memory: allocates reduce-scatter inputs and outputs; needs `direct_min_bytes` inf. Default None: torch.
         reducer: `reducer(scale)` returns `reduce_scatter` prepared as a function of (outs, fulls), or None. Default None.
     """
 
@@ -108,7 +108,7 @@ class Collectives(Protocol):
         """Start an all-reduce (maximum), in place: of small integers of heartbeats and agreements, or of a norm.
 
         Args:
-            tensor: (size,), read and written.
+            tensor: read and written; heartbeats and flags, a norm, (), or rows to compare, (rows, bytes).
 
         Returns:
             The started work.

@@ -36,7 +36,7 @@ class CoalescedCollectives:
         self.ranks, self.rank, self.in_order = group.size(), group.rank(), not stages
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
-        """Prepare an all-gather in one call, or in one call per tensor if the backend cannot coalesce."""
+        """Prepare an all-gather in one call, or in one call per tensor if the backend stages (see `__init__`)."""
         group = self._group
         if outs[0].dtype not in _CARRIED:
             outs, shards = [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
@@ -68,7 +68,7 @@ class CoalescedCollectives:
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> Started:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
-        sizes = list(received_sizes), list(sent_sizes)
+        sizes = list(received_sizes), list(sent_sizes)  # not async on nccl: its kernel then runs on the current stream
         return dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=self._stages)
 
     def all_reduce(self, tensor: Tensor) -> Started:

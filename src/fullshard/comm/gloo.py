@@ -37,7 +37,7 @@ class MessageTag:
 
 
 class PeerLost(RuntimeError):
-    """Raised when another rank closed its connection."""
+    """Raised when a message to or from another rank failed: its connection closed, or the process group timed out."""
 
     def __init__(self, rank: int, failure: BaseException) -> None:
         super().__init__(str(failure))
@@ -63,7 +63,7 @@ class Messages:
         return PeerLost(self._owner.members[peer], failure)
 
     def wait(self) -> None:
-        """Wait for all messages. Raises PeerLost if another rank closed its connection."""
+        """Wait for all messages. Raises PeerLost if one fails: its peer closed the connection, or the group timed out."""
         at = 0
         try:
             for work in self.works:

@@ -255,9 +255,9 @@ class Streams:
         self._are_pollable = kinds == {DeviceStream}  # from any thread, so also from the watchdog's
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
-        self.next_event: object = None  # of the user: the next outermost forward or `unshard()` is ordered behind it
-        self.capturing = False  # a graph of the device is captured
-        # True if an interrupt (Ctrl-C) broke off an event or a wait. The next event or public call starts over.
+        self.next_event: object = None  # a torch.Event of the user, which the next outermost forward or `unshard()` waits for
+        self.capturing = False  # a step is captured in a graph
+        # True if an interrupt (Ctrl-C) broke off a hook or a wait. The next hook or public call resets the runtime.
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:
@@ -284,7 +284,7 @@ class Streams:
         collective starts behind it instead of behind the compute stream. A `part` continues the call that was logged last, and
         is not logged again.
 
-        Raises StateError if the ranks diverged, or if another rank has ended.
+        Raises StateError if the log is closed (`CollectiveLog.close`), or if the backend fails to start the collective.
         """
         call = CollectiveCall()
         call.streams = self
@@ -320,7 +320,7 @@ class Streams:
 
     @contextmanager
     def waiting(self, call: LoggedCall) -> Iterator[None]:
-        """Show the watchdog that this thread waits for a call, whose collectives the block runs without `send`."""
+        """Show this wait to the watchdog. A RuntimeError of the block becomes a StateError that names `call` and the ranks."""
         state = self.wait_state
         before = None if state is None else state.call
         if state is not None:

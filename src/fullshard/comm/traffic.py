@@ -23,7 +23,7 @@ class Message:
         kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, comparisons of ranks, and
             calls outside of a step, such as save_weights()); to_device, to_host (CPU offload).
         dtype: element dtype.
-        nbytes: bytes of all ranks' chunks together; for all_to_all, to_device and to_host, of this rank only.
+        nbytes: bytes of all ranks' chunks, or of the all-reduced tensor; all_to_all, to_device, to_host: of this rank only.
         buckets: number of tensors in the call.
         ranks: number of participating ranks.
     """
@@ -43,7 +43,7 @@ class TrafficCounter:
 
     @contextmanager
     def counting(self, messages: list[Message] | None = None) -> Iterator[list[Message]]:
-        """Yield a list, `messages` or a new one, that receives all recorded messages (norms have none) until the block ends."""
+        """Yield `messages`, or a new list, that receives each message until the block ends, except norms of clipping."""
         messages = [] if messages is None else messages
         self.listeners.append(messages)
         try:

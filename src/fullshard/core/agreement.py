@@ -1,4 +1,4 @@
-"""Agreement of ranks in a call outside of forward and backward: its collectives, equality, and failure on all or none."""
+"""Collectives of user calls outside of forward and backward: do ranks agree, and if one fails, all raise the same error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.checks.collective_log import GroupFingerprints, LoggedCall, UnitName, listed
+from fullshard.checks.collective_log import GroupFingerprints, UnitName, listed
 from fullshard.comm.base import Collectives, Started
 from fullshard.comm.streams import CollectiveCall
 from fullshard.core.communicator import Communicator
@@ -81,7 +81,7 @@ class Agreement(Ranks):
             for group in axis.groups:
                 self.groups.setdefault(group, axis)
         self._fingerprints: dict[tuple[int, int], GroupFingerprints] = {}  # by `ShardAxis.key`
-        self._last: LoggedCall | None = None
+        self._last: CollectiveCall | None = None
 
     def on_axis(self, axis: ShardAxis) -> Agreement:
         """Return the agreement of the same call for parameters on another axis."""
@@ -129,6 +129,8 @@ class Agreement(Ranks):
     def barrier(self) -> None:
         """Wait until all ranks are in this call. If ranks are in different calls, this raises before anything is changed."""
         self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.device))
+        if self._last is not None:
+            self._last.block()  # on an accelerator, only streams have waited so far
 
     def unlogged(self, work: Callable[[], T]) -> T:
         """Call `work`, whose collectives are not logged (DTensor's, for example), and return its result."""
@@ -192,7 +194,7 @@ class Agreement(Ranks):
         return _bytes_in(self.from_first_rank(torch.frombuffer(mine, dtype=torch.uint8))) if length else b""
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
-        """Return the error of the first rank that failed, a ValueError, StateError or RuntimeError like its own. Collective."""
+        """Return the first failed rank's error, as ValueError or StateError if it is one, else as RuntimeError. Collective."""
         kind = next(letter for letter, error in _ERRORS.items() if letter == "R" or isinstance(failure, error))
         mine = b"" if failure is None else printable(kind + (str(failure) or type(failure).__name__)).encode()
         first = next(filter(None, self.gather_bytes(mine).values()), b"").decode()
@@ -211,7 +213,7 @@ class Agreement(Ranks):
             if mine.device.type == "meta":
                 continue
             moved = mine.to(self.device).contiguous()
-            message = moved.view(-1).view(torch.uint8)  # backends send bytes in any dtype
+            message = moved.view(-1).view(torch.uint8)  # as bytes, since not every backend has every dtype
             for group in self.groups:
                 source = dist.get_process_group_ranks(group)[0]
                 start = partial(dist.broadcast, message, source, group=group, async_op=True)

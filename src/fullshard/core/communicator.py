@@ -31,10 +31,10 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis, equal on all ranks: each thread creates its logs in the same order on each."""
+    """Return the name of a new log of an axis, equal on all ranks if each thread creates its logs in the same order on each."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # Threads may overtake each other, so logs of axes with one process group are counted by that group.
+        # Threads interleave differently on each rank, so count by process group. A hybrid axis has other groups on other ranks.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
@@ -70,7 +70,7 @@ class Communicator(Streams):
             self.log_of(axis.hybrid)
             log, groups = self._logs[axis.hybrid.key]
             if axis.group is not None and axis.group not in groups:
-                groups.append(axis.group)
+                groups.append(axis.group)  # the list that `abort` of the log holds
             return log
         if axis.key in self._logs:
             return self._logs[axis.key][0]

@@ -16,15 +16,15 @@ class GroupGradients:
     `foresight/group.py` predicts what this class and `Reduction` allocate and send, in the same order, and
     `wrap/plan_messages.py` the sums of it: change all of them together. They take dtypes from the same `Dtypes`.
 
-        backward without gradient sync --accumulate--> local_grad of each parameter --merge--> the next reduction
+        backward that does not reduce --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
         """Start with the gradients that `parameters` have from an earlier group. `dtype`: of kept gradients."""
         self._parameters, self._dtype = parameters, dtype
-        # Whether a backward without gradient sync ended after the last reduction, even if it had no gradients of this group on
-        # this rank.
+        # Whether a backward that does not reduce (no gradient sync, or ZERO1 before the end of a step) came after the last
+        # reduction, even if it had no gradients of this group on this rank.
         self.has_local = any(parameter.local_grad is not None for parameter in parameters)
         for parameter in parameters:  # an earlier group may have kept gradients in another dtype
             if parameter.local_grad is not None:
@@ -42,7 +42,7 @@ class GroupGradients:
         return self.has_local or self.deferred is not None
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of a backward without gradient sync to the kept gradients, in the dtype of the kept ones."""
+        """Add gradients to the kept ones, in their dtype. The first gradient may itself become the accumulator."""
         self.has_local = True
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:

@@ -1,4 +1,4 @@
-"""The heartbeat: one small all-reduce at the end of a synchronised backward. It also finds ranks that diverged."""
+"""The heartbeat: a small all-reduce at the end of a step, of used parameters and the log's hash, which finds diverged ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Heartbeat:
     The maximum of 255 - x is 255 minus the minimum of x. So if a byte of the hash differs between ranks, each rank finds one of
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
-    It is read when that costs nothing: at once on the CPU, in a later step on an accelerator. A rank needs the flags at once
-    only for a parameter that it did not use and whose `.grad` is None: this stays None unless another rank used it.
+    On the CPU the host waits for it and reads it at once, on an accelerator in a later step. Flags are needed at once only
+    for a trainable parameter that this rank did not use and whose `.grad` is None: it stays None unless another rank used it.
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.
@@ -197,5 +197,5 @@ class Heartbeats:
         if beat.is_desynced():
             watchdog = self._communicator.watchdog
             text = "" if watchdog is None else watchdog.diagnose_desync(beat.log)
-            beat.log.close(text or "The ranks ran different units, or the same units in different orders, in this step.")
+            beat.log.close(text or "The ranks ran different units, or equal ones in different orders, in this step or earlier.")
             raise StateError(beat.log.desync_error)

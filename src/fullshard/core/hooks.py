@@ -202,7 +202,7 @@ class StateHooks:
         return StateHooks, ()
 
     def before_save(self, module: nn.Module, *_: Any) -> None:
-        """Register the sharded parameters on the modules before `state_dict()`; on another thread `after_save` does it."""
+        """Register the sharded parameters on the modules before `state_dict()`. On another thread `after_save` acts instead."""
         if self._unit is None or not self._unit.runtime.is_of_this_thread:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:

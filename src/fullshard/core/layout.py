@@ -13,7 +13,7 @@ KIB, MIB = 1 << 10, 1 << 20
 MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a parameter that `automatic` makes direct
 MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a parameter that `automatic` makes direct
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
-MAX_SLICES = 8  # maximum number of collectives of one gradient reduction
+MAX_SLICES = 8  # maximum number of reduce-scatter calls of one gradient reduction
 MAX_LARGE_DIRECT = 16  # the LARGE_MESSAGE rule applies only to this many of the largest parameters that may be direct
 
 
@@ -275,7 +275,7 @@ def plan_layout(
     """Lay out parameters of unsharded `shapes`, each with at least one dim. `dims`: the sharded dim of each; None for 0.
 
     `itemsize`: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
-    `outer`: number of neighbouring ranks whose chunks a first hop gathers. The rule `direct` then applies to the second hop.
+    `outer`: replicas that the first of two hops gathers over (HFSDP), else 1. The rule `direct` then applies to the second hop.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel

@@ -51,8 +51,8 @@ class ShardAxis:
     device: torch.device  # of this rank
     replicas: ReplicateAxis | None = None  # axis that shards are replicated over
     is_replicated: bool = False  # made by `replicated_axis`: it only replicates, although its mesh has an axis to shard over
-    # If this axis spans all ranks of a hybrid mesh (HFSDP): the (replicate, shard) axis of that mesh, over which training
-    # communicates, in two hops, and logs.
+    # Set on an axis over all ranks of a hybrid mesh (HFSDP): the (replicate, shard) axis of that mesh. All-gathers and
+    # reductions run over its two process groups, one after the other, and are in its log.
     hybrid: ShardAxis | None = None
 
     @property

@@ -88,16 +88,16 @@ class ParamGroup:
         # Whether the flat gradient is the reduce-scatter output itself, so that its memory can be used again.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
-        # What the last commit set as `.grad`; None while a reduction reuses that.
+        # The last gradients set as parts of one flat gradient; None while a reduction reuses these, or if the user set others.
         self.parts: GradientParts | None = None
-        # Around DTensor's sums of gradients over tensor-parallel ranks, called with their text for the log; None without sums.
+        # Given a text for the log, returns the block in which gradients are summed over tensor-parallel ranks; None: no sums.
         self.summing: Callable[[str], AbstractContextManager[None]] | None = None
         self.divided = ""  # log text of the last reduction with `set_gradient_divide_factor`
         # Options of the last reduction, whether it deferred its second step, and its `ReductionFactors`.
         self.factors: tuple[object, bool, Any] | None = None
-        self.writes = 0  # to the shards that no version counter of torch shows
-        self._counters: list[Tensor] = []  # tensors whose version counters show the other writes
-        self._are_shared = True  # no wrapper has a counter of its own
+        self.writes = 0  # added to the version counters: writes that these do not show, and corrections by `count_anew`
+        self._counters: list[Tensor] = []  # tensors whose version counters show writes
+        self._are_shared = True  # no sharded DTensor has a counter of its own
         self.sharded = [parameter.sharded for parameter in parameters]
         self._is_plain = all(parameter.sharding.is_plain for parameter in parameters)
         self._unsharded: list[nn.Parameter] = []  # the unsharded parameters, once they exist
@@ -111,7 +111,7 @@ class ParamGroup:
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
         self.keeps_memory = False  # whether freed buffers keep their memory, so that every step uses the same addresses
-        # Copies of the parameters that a graph computes with (`all_gather_copy`). `handle` of each is the leaf of that graph.
+        # Sources of autograd graphs that compute with `all_gather_copy`; `handle` of each is the leaf of its graph.
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
         self._shard_copies: list[Work] = []
@@ -158,13 +158,13 @@ class ParamGroup:
         self.count_anew()
 
     def count_anew(self) -> None:
-        """Find the counters of writes again, after the memory or the wrapper of a parameter was replaced."""
-        self.must_look = True  # a new wrapper may have hooks
+        """Collect the version counters again, after the memory or the DTensor of a parameter was replaced."""
+        self.must_look = True  # a new DTensor may have hooks
         before, were_shared = self.version(), self._are_shared
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # a wrapper took its own counter with it: the version must not return to an old value
+        if not were_shared:  # a DTensor was replaced with its counter, so `before` may be an old value: exceed all
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
@@ -210,8 +210,8 @@ class ParamGroup:
         return self._buffer is not None and self._buffer.version != self.version()
 
     # --- slots ---
-    # Every forward and backward runs this code. It compares all slots in C, where no interrupt comes in between, and visits
-    # them one by one only if something differs.
+    # Every forward and backward runs this code. One C call compares all slots and one replaces them, so that Ctrl-C, which
+    # Python handles between bytecodes, cannot leave some replaced. Slots are visited one by one only if something differs.
 
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
@@ -279,12 +279,12 @@ class ParamGroup:
     def _move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.
 
-        Raises StateError if `keeps_memory`.
+        Raises StateError if `keeps_memory`, since a captured graph may use the addresses of the shard.
         """
         if self.keeps_memory and self.flat:
             raise StateError(
                 f"Parameter '{self.parameters[0].name}' and others of its group cannot get new memory: "
-                "set_keep_unsharded_storage(True) keeps it, and an earlier .data, detach() or state_dict() still shares it. "
+                "set_keep_unsharded_storage(True) fixes its address, and an earlier .data, detach() or state_dict() shares it. "
                 "Clone those first (p.data.clone()), or write in place: p.data.copy_(value)."
             )
         with torch.inference_mode(False), torch.no_grad():
@@ -427,7 +427,7 @@ class ParamGroup:
         )
 
     def finish_all_gather(self) -> None:
-        """Release the staging memory of the all-gather, after the compute stream waited for it."""
+        """End the all-gather after the compute stream waited for it: release staging, or call fsdp_post_all_gather."""
         # If it were freed before that wait, the compute stream could reuse it while the all-gather stream still reads it.
         if self._buffer is not None:
             self._buffer.release_staging()
@@ -491,7 +491,7 @@ class ParamGroup:
             unsharded.grad = None
 
     def take_gradients(self) -> list[Tensor | None] | None:
-        """Remove the gradients of the unsharded parameters and return them, or None if there are none."""
+        """Take the gradients off the unsharded parameters. Return their local parts, summed over TP ranks; None without any."""
         grads: list[Tensor | None] = [*map(_grad, self._unsharded)]
         if not any(map(operator.is_not, grads, repeat(None))):
             return None
@@ -551,7 +551,7 @@ class GradientParts:
             self.flat.untyped_storage().resize_(0)
 
     def keep(self) -> None:
-        """Never free the memory: a graph of the device uses it."""
+        """Never free the memory: a captured graph uses it."""
         self._counts = None
 
     def allocate(self) -> Tensor:
@@ -604,7 +604,7 @@ def kind_of(parameter: ShardedParameter) -> type[ParamGroup]:
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
 ) -> list[tuple[type[ParamGroup], Dtypes, list[int]]]:
-    """Return (kind, dtypes, indices) of parameters that share kind, shard axis, dtypes, device and trainability, in order."""
+    """Return (kind, dtypes, indices) of each group: equal kind, axis, dtypes, device, trainability; one each if not `flat`."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         kind = group_class(value, parameter.sharding.axis, vars(parameter.sharded))

@@ -48,7 +48,7 @@ class PlainPart:
     """Says of which DTensor a plain parameter is the local tensor. Modules compute with the plain tensor."""
 
     spec: _torch.DTensorSpec  # of the DTensor, on the mesh of all parallelisms
-    grad_placements: tuple[Placement, ...]  # of a gradient that autograd computes; Partial on the data-parallel axes
+    grad_placements: tuple[Placement, ...]  # of autograd's gradient; Partial on the data-parallel axes and on `summed_axes`
     text: str  # the placements, to compare between ranks
     attributes: tuple[str, ...]  # of the parameter, that say so; sharded parameters have none of them
     mark: Callable[[Tensor], None]  # sets the attributes on a tensor of the local shape
@@ -68,10 +68,10 @@ class ParamSharding:
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
     data_axes: tuple[int, ...]  # data-parallel axes of `mesh`; the shard axis, if any, comes last
-    tensor_parallel: _torch.DTensorSpec | None = None  # of the unsharded parameter, if that is the local tensor of a DTensor
+    tensor_parallel: _torch.DTensorSpec | None = None  # of the DTensor whose local tensor `local_shape` describes
     plain_part: PlainPart | None = None  # if modules compute with that local tensor, not with the DTensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
-    is_plain: bool = field(init=False)  # True if modules compute with a plain tensor that is no scalar
+    is_plain: bool = field(init=False)  # no `tensor_parallel`, no scalar: all-gathered tensors are used as they are
 
     def __post_init__(self) -> None:
         extent = Extent.of_rank(self.local_shape[self.dim], ranks=self.axis.ranks, rank=self.axis.rank)

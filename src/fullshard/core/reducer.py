@@ -21,7 +21,7 @@ from fullshard.errors import StateError
 class Listener:
     """Follows the backwards of one runtime, as a member of `Runtime.listeners`. Its methods do nothing unless overridden.
 
-    A listener may run actions of the scheduler, for example of units whose backward this rank enters without computing.
+    A listener may run actions of the scheduler, as `join()` does for the backward of units that this rank does not compute.
     """
 
     def beginning_forward(self, unit: Unit) -> None:
@@ -189,19 +189,20 @@ class GradientReducer:
             reduction.prepare_commit()
             commit_all([reduction])
 
-    # --- the end of a backward; its parts, for a step that the user ends (an extension point) ---
+    # --- the end of a backward; finalize_backward() calls `take`, `send_heartbeats` and `decide` itself ---
 
     def collect(self, touched: Sequence[Unit]) -> None:
-        """Wait for the reductions in flight, and decide to set the gradients of units whose step this backward ends.
+        """Reduce what earlier backwards kept, and decide to set the gradients of units whose step this backward ends.
 
-        `touched`: units with gradients of this backward. Gradients kept by earlier backwards, for any unit of the same models,
-        are reduced now. If ranks kept gradients of different units, the ranks diverge here.
+        Waits for the reductions in flight only if a step ends. `touched`: units with gradients of this backward. What is kept
+        in units of the same models whose step ends is reduced. If ranks kept gradients of different units, they diverge here.
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
         due = [(unit, reduction) for unit, reduction in self.undelivered if unit.options.ends_step]
         self.take([reduction for _, reduction in due])
         if self._has_hooked:  # hooks may write to shards, which the next backward of the step may all-gather
+            self.in_flight.drain()  # so that deferred sums that these reductions add are complete, on the CPU
             self._commit_early(0)
         if due:
             sent = self.send_heartbeats(due)
@@ -243,9 +244,9 @@ class GradientReducer:
         )
 
     def decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Decide to set the gradients of all parameters that any rank used. An interrupt does not undo this.
+        """Decide to set gradients: of parameters that any rank used; without a heartbeat, of all trainable ones.
 
-        Raises StateError if the ranks diverged.
+        An interrupt does not undo it. Raises StateError if ranks diverged; an accelerator may show that in a later step only.
         """
         self.heartbeats.read_sent(sent)
         used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
@@ -287,7 +288,7 @@ class GradientReducer:
 def _undecided_error(unused: ShardedParameter) -> StateError:
     """Return the error for a captured step that does not use this parameter, which has no `.grad`."""
     return StateError(
-        f"A graph of the device cannot hold a step that does not use parameter '{unused.name}' of unit "
+        f"A captured graph cannot hold a step that does not use parameter '{unused.name}' of unit "
         f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Before the capture, "
         "run a step and then zero_grad(set_to_none=False), or freeze the parameter."
     )

@@ -39,7 +39,7 @@ class ReductionFactors:
     scale: float  # applied to its result
     last: float  # applied to the result of all collectives
     replicas: Collectives | None  # for the reduction over replicas; None if this reduction has none
-    deferred: bool  # whether the reduction over replicas is left to a later one
+    deferred: bool  # whether the second step is left to a later reduction
     has_second_step: bool  # on the all-reduce stream: the reduction over replicas, or the hook
     hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
     # The reduce-scatter, if the backend prepared it for `scale`.
@@ -50,8 +50,8 @@ class ReductionFactors:
         """Return the factors for gradients of `group`. `defer`: leave the reduction over replicas to a later one.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
-        divided in two steps, by about the square root each, as in FSDP2. The first divisor is a power of two, so that no
-        bits of the mantissa are lost.
+        divided before and after, by about the square root of the divisor each. The first is a power of two, so that normal
+        numbers lose no bits; FSDP2's first one also divides the number of ranks, so results may round differently.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide
@@ -95,12 +95,12 @@ class Reduction:
     caller's hook, cast to the grad dtype, and copy to host memory. A commit sets `.grad`.
 
     Attributes:
-        is_partial: whether this rank used some of the parameters only.
+        is_partial: whether some parameters are not `used`.
         reduced: whether the last collective has ended; on an accelerator, whether it is queued, even if it has not run yet.
         ready: whether `.grad` can be set without a wait on the host; never with CPU offload.
         committed: whether its commit, which sets `.grad`, is decided or done.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
-        used: for each parameter, whether this rank has a gradient, of this backward or in the deferred sum that is added.
+        used: for each parameter, whether this rank has a gradient, now or in the deferred sum; with a hook, all trainable ones.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Reduction:
         # Only if a parameter has hooks or gets no gradient (else None): the gradients to commit, as the hooks returned them,
         # with None for a parameter that gets none. They do not become `group.parts`.
         self._gradients: list[Any] | None = None
-        self._work: Work | None = None  # the last one: the all-reduce over replicas, else the reduce-scatter
+        self._work: Work | None = None  # the last one: of the second step if there is one, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         self.used = [*map(operator.is_not, grads, repeat(None))]
         # Sum and `used` of an earlier reduction that deferred its all-reduce over replicas, which are added to this one.
@@ -157,14 +157,13 @@ class Reduction:
         )
         # Flattened gradients that are sliced, by index of the parameter.
         self._flat_grads = _flat_gradients(group, grads) if group.reduction.slices else {}
-        # The sum over all ranks, (shard_layout.shard_numel,): the reduce-scatter output, for most kinds of groups.
+        # The result of the last collective of this reduction; HFSDP's second hop alone has an output of its own.
         numel = group.shard_layout.shard_numel
         self._sum = self.reduced_shard if self.factors.replicas is None else group.new_sum(self.reduced_shard)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
         # that has another dtype or memory that the next reduction overwrites.
         self._flat = self._sum
         grad_dtype = group.reduction.dtype
-        # `.grad` must not use memory of a custom reduce-scatter, which the next reduction overwrites.
         overwritten = custom is not None and self._sum is self.reduced_shard
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
             self._flat = torch.empty(numel, dtype=grad_dtype, device=device)
@@ -270,7 +269,7 @@ class Reduction:
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        With `collectives_on_host` one wait is enough; on an accelerator the current stream may be another one than before.
+        With `collectives_on_host`, a `reduced` one was waited for. Else the stream that is current now must wait, at each call.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:

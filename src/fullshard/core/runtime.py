@@ -141,9 +141,9 @@ class Runtime:
         device = self.communicator.async_device
         if device is not None and not self.communicator.capturing and _torch.is_capturing(device):
             raise StateError(
-                f"The forward of unit '{unit.name}' was called during the capture of a graph of the device that fullshard does "
+                f"The forward of unit '{unit.name}' was called in a graph capture (as by torch.cuda.graph) that fullshard does "
                 "not follow. Capture the whole step by fullshard.Graph().capture(), on the thread of the model, or call "
-                "fullshard.install() first, which follows torch.cuda.graph."
+                "fullshard.install() first, after which fullshard follows torch.cuda.graph."
             )
         self.raised_in = None
         restore_subclass()  # an optimizer's step that raised may have left parameters as plain DTensors
@@ -163,7 +163,7 @@ class Runtime:
     # --- actions ---
 
     def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
-        """Run actions in order. If one raises, its unit and those of the actions after it are resharded.
+        """Run actions in order. If one raises, free its unit and those of the actions after it: the scheduler took all as done.
 
         `observed`: the caller has reported them already (`_observe`).
         """
@@ -214,7 +214,7 @@ class Runtime:
                 self._around(move, unit, run)
 
     def _end_unit(self, unit: Unit, *, reduces: bool) -> None:
-        """Reduce the gradients of a unit whose backward is done; if that reached inputs only, log it instead."""
+        """Reduce the gradients of a unit whose backward is done; if its parameters get none (`PASS_BY`), log that instead."""
         if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
             unit.uninstall()
         if not reduces:
@@ -249,6 +249,7 @@ class Runtime:
             # Messages are allocated on the stream of forward, which is the current one here. The end of backward runs on the
             # stream of backward()'s caller, and reads and frees them there. Then the stream of forward waits for the caller's.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
+        self.backward.undelivered = {unit.number for unit, reduction in self.reducer.undelivered if not reduction.committed}
         self.backward.begin(end)
         self.scheduler.begin_backward()
 
@@ -359,12 +360,10 @@ class Runtime:
         reached = [*self.backward.units.values(), *self._broken_units()]
         below = units_below(root for unit in reached for root in unit.modules)
         step = [unit for unit in dict.fromkeys([*reached, *below]) if unit.runtime is self]
-        kept = (
-            self.reducer.merged
-            or any(group.grads.deferred is not None for unit in step for group in unit.groups)
-            or any(parameter.local_grad is not None for unit in step for parameter in unit.parameters)
+        kept = self.reducer.merged or any(
+            unit.number in self.backward.undelivered or any(group.grads.are_left for group in unit.groups) for unit in step
         )
-        also = ", together with the gradients that earlier backwards of the step kept without communication" if kept else ""
+        also = ", together with the gradients that earlier backwards of the step kept or reduced" if kept else ""
         warnings.warn(
             f"The last backward raised after it had reached {names}. The gradients of that backward are discarded{also}.",
             stacklevel=4,
@@ -437,6 +436,7 @@ class RunningBackward:
         self.raised = False  # it will never end
         self.collects = False  # it is known to give parameters gradients: units that it enters from then on are reduced
         self.units: dict[int, Unit] = {}  # the units that it entered, by number
+        self.undelivered: set[int] = set()  # the numbers of those with gradients of earlier backwards that are not in `.grad`
         self.passed: set[int] = set()  # the numbers of those of which no parameter gets a gradient
 
     def begin(self, leave: Callable[[], None]) -> None:
@@ -447,7 +447,7 @@ class RunningBackward:
         _torch.on_backward_end(end)
 
     def has_raised(self) -> bool:
-        """Return True if the backward raised, after the engine has dropped it.
+        """Return True if the backward raised. If it seems unfinished outside of one, wait until the engine drops its callback.
 
         Raises StateError if it still runs on another thread after `PATIENCE` seconds.
         """

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from fullshard.core.unit_options import KeepAfterForward, UnitOptions
 from fullshard.errors import InternalError
 
-_MAX_PREFETCHED = 64  # units that may be unsharded ahead, whatever the budget in bytes
+_MAX_PREFETCHED = 64  # units that a prefetch within `prefetch_bytes` looks ahead at most; lists set by users have no limit
 _REMEMBERED_FORWARDS = 64  # outermost forwards after which a backward that has not come is no longer expected
 _REMEMBERED_RUNS = 256  # runs in an execution order
 
@@ -26,8 +26,6 @@ class Residency(enum.Enum):
     GATHERING = "gathering"
     FULL = "full"
 
-    __hash__ = object.__hash__  # Enum's own hash runs in Python, and each transition needs it
-
 
 class Move(enum.Enum):
     """What the runtime does with a unit."""
@@ -37,7 +35,7 @@ class Move(enum.Enum):
     SAVE_SUBGROUP_SHARD = "save_subgroup_shard"  # copy the part that this rank keeps if `reshard_after_forward` is an int
     RESHARD = "reshard"  # free the unsharded parameters
     REDUCE = "reduce"  # hand their gradients to the reducer, which reduces or keeps them
-    PASS_BY = "pass_by"  # log a backward through the unit that reaches inputs only, so there is nothing to reduce
+    PASS_BY = "pass_by"  # log a backward that gives no parameter of the unit a gradient, as autograd.grad(loss, x)
 
 
 Action: TypeAlias = tuple[Move, int]  # and the number of the unit
@@ -69,7 +67,7 @@ class UnitRecord:
     is_attached: Callable[[], bool]  # whether it is in its place in the model, equal on all ranks; only then it is prefetched
     nbytes: int = 0  # of the unsharded parameters
 
-    # Units to prefetch as the user set them, instead of those that the last run needed next.
+    # Units to prefetch as the user set them, whatever `prefetch_bytes`; None: those that the last such run needed next.
     next_forward: tuple[int, ...] | None = None
     next_backward: tuple[int, ...] | None = None
 
@@ -84,7 +82,7 @@ class UnitRecord:
     # Calls on this rank whose backward has not begun and whose graph is not freed. It differs between ranks, so it decides
     # what is legal, never what is sent.
     live_graphs: int = 0
-    since: int = -1  # a reset forgot graphs of calls that ended by this time: they are not counted
+    since: int = -1  # when a reset last set `live_graphs` to 0: graphs of calls that had ended by then do not count
 
     # How many forwards of the unit are in progress. If it has several modules: (module, start) of each module's forward that
     # is in progress, and the modules that have yet to run.
@@ -102,7 +100,7 @@ class UnitRecord:
 
     @property
     def is_pinned(self) -> bool:
-        """True if the user unsharded the unit, with unshard() or resident()."""
+        """True if the user unsharded the unit, with unshard() or resident(), and its all-gather was waited for."""
         return self.residency is Residency.FULL and (self.unsharded_by_user or self.resident_blocks > 0)
 
 
@@ -171,8 +169,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of whichever models. A "run" is one backward, or one
-    outermost forward, or successive outermost forwards in each of which only one unit runs.
+    One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or successive outermost
+    forwards. These end with one in which several units ran, before their first unit begins again, or when a backward ends.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -214,7 +212,7 @@ class Scheduler:
         return record
 
     def unregister(self, unit: int) -> None:
-        """Remove a unit whose module was deleted.
+        """Remove a unit that was deleted or taken off its modules.
 
         Orders keep its number while they keep the run, since other ranks may delete the module later: predictions must stay
         equal on all ranks.
@@ -253,7 +251,7 @@ class Scheduler:
         actions: list[Action] = []
         if not self.running:  # an outermost forward
             now = self.forward_order.now
-            if now[:1] == [unit] or len(now) > 8 * len(self._records):
+            if now[:1] == [unit] or len(now) > 8 * len(self._records):  # bounded, if the first unit never runs again
                 self.forward_order.close()
             if unit not in self.prefetched:
                 actions = self._drop_unused()
@@ -336,9 +334,9 @@ class Scheduler:
         return since
 
     def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
-        """End the innermost call of the unit, and first the unended calls inside it that began after `since`.
+        """End the innermost call of the unit, after the calls inside it that began after `since` and never ended.
 
-        `since`: when the forward of the module that ends the call began. Earlier calls, in the unit's other modules, stay open.
+        `since`: start of the module's forward that ends now, -1 for all. A call that is open around this module stays open.
         """
         ended: list[ForwardCall] = []
         for index in range(len(self.running) - 1, -1, -1):
@@ -386,8 +384,8 @@ class Scheduler:
     ) -> list[Action]:
         """Reduce the units whose backward is done, unshard this one, and prefetch the next.
 
-        `again`: the backward has create_graph=True. Without `collects` it reaches inputs only, so that no parameter of the unit
-        gets a gradient.
+        `again`: the backward has create_graph=True. `collects`: False if no parameter of the unit gets a gradient, as in
+        torch.autograd.grad(loss, activations).
         """
         unit, start, end, copied = call
         record = self._records[unit]
@@ -435,7 +433,7 @@ class Scheduler:
         return record.last
 
     def after_backward(self) -> list[Action]:
-        """Reduce the remaining units, reshard those that no later backward needs, and expire calls before the latest one."""
+        """Reduce and reshard the remaining units, reshard others unless kept, expire calls before the latest one reached."""
         self._recomputing.clear()
         self._has_begun_backward = False
         for record in self._records.values():

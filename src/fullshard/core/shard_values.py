@@ -21,7 +21,7 @@ from fullshard.core.subclasses import exact_copy, is_plain
 
 def move_data(tensor: Tensor, device: torch.device) -> None:
     """Move a buffer, or a parameter not sharded yet and its gradient, to `device` in place. Meta tensors stay on meta."""
-    if tensor.device.type in ("meta", device.type):
+    if tensor.device.type in ("meta", device.type):  # fully_shard() refused tensors on other accelerators
         return
     if isinstance(tensor, DTensor):
         for one in (tensor, tensor.grad):
@@ -95,8 +95,8 @@ def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -
 def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return a loaded value as a DTensor that can be copied into the shard; values of other shapes or placements unchanged.
 
-    A DTensor on a mesh of the same ranks with other dim names gets the mesh of the parameter, since DTensor copies nothing
-    between such meshes. `dtype`: of the result for an unsharded tensor; None for that of the tensor.
+    A DTensor on a mesh of the same ranks with other dim names gets the mesh of the parameter, since DTensor refuses operators
+    across such meshes. `dtype`: of the result for an unsharded tensor; None for that of the tensor.
     """
     sharding = parameter.sharding
     if value.shape != parameter.shape:
@@ -108,7 +108,7 @@ def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype
 
 
 def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
-    """Copy `rows` into the shard. A shard on meta gets memory on the device of `rows`."""
+    """Copy `rows` into the shard. If that is on meta, register a new Parameter instead, for `Unit.refresh(assigned=True)`."""
     if parameter.local.device.type == "meta":
         local = parameter.dtensor_like_shard(rows.to(parameter.local.dtype, copy=True).contiguous())
         parameter.put(nn.Parameter(local, requires_grad=parameter.requires_grad))

@@ -22,7 +22,7 @@ from fullshard.policies import GradDtype
 
 
 class BackReference(weakref.ref["ShardedParameter"]):
-    """Weak reference from a DTensor to its ShardedParameter. Copies and pickles of it lead to None."""
+    """Weak reference from a DTensor to its ShardedParameter. A copied or unpickled one returns None, as a dead one does."""
 
     __slots__ = ()
 
@@ -74,7 +74,7 @@ def replacement_generation() -> int:
     return _Replacements.generation
 
 
-_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: a tensor with its version counter, if others share that
+_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: an empty DTensor with the same version counter
 
 
 def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
@@ -93,7 +93,7 @@ def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
 
 
 def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return tensors whose version counters are those of these sharded parameters, and whether all of them are shared."""
+    """Return tensors with the version counters of these sharded parameters, and whether none of them is such a parameter."""
     found = [(tensor, tensor.__dict__.get(_COUNTER, tensor)) for tensor in sharded]
     counters = {id(counter): counter for _, counter in found}
     return list(counters.values()), all(counter is not tensor for tensor, counter in found)
@@ -167,7 +167,7 @@ class ShardedParameter:
         self.unit: Callable[[], Any] = NoneType
         self.group: Callable[[], Any] = NoneType  # the same object for all parameters of a group
         self.unit_name = UnitName("")
-        # In the group's unsharded buffer, (sharding.local_shape); None before the first all-gather.
+        # What modules compute with (`to_parameter`), over the group's unsharded buffer; None before the first all-gather.
         self.unsharded: nn.Parameter | None = None
         # Unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept`, (sharding.local_shape).
         self.local_grad: Tensor | None = None
@@ -257,11 +257,11 @@ class ShardedParameter:
         So `old = p.data; p.data = new` and `old = state_dict(); load_state_dict(new, assign=True)` leave `old` unchanged, as
         with plain parameters.
         """
-        # The address of a tensor subclass is 0, since its memory is that of the tensors inside of it.
+        # Nothing to copy if `rows` are the shard itself: same address and strides. Tensor subclasses all have the address 0.
         if not rows.numel() or (rows.data_ptr() == self.local.data_ptr() != 0 and rows.stride() == self.local.stride()):
             return
         group = self.group()
-        if group is None:  # its unit was deleted
+        if group is None:  # its unit was deleted: tensors that share the memory change, too
             self.local.copy_(rows)
         else:
             group.replace_values(self, rows)
@@ -324,7 +324,7 @@ class ShardedParameter:
         return found
 
     def take_slots(self) -> None:
-        """Put the sharded parameter back in slots that hold another one, note that it replaces that, and clear its `.grad`."""
+        """Put the sharded parameter back in slots that hold another one, clear its `.grad`, and take over `requires_grad`."""
         for slot in self.slots:
             current = slot.content
             if current is not None and current is not self.sharded:

@@ -16,12 +16,12 @@ from fullshard.core.subclasses import exact_copy
 from fullshard.errors import StateError
 
 LOGICAL = "_fullshard_parameter"  # attribute of a sharded parameter: a weak reference to its ShardedParameter
-_VIEWED = "_fullshard_viewed"  # attribute of a view of a sharded parameter: the same reference
+_VIEWED = "_fullshard_viewed"  # the same reference, as attribute of views of a sharded parameter and of `_EMPTY_LIKE` results
 _REMEDY = (
     "Use the unsharded parameter in `with fullshard.full_params(module):`, or initialize the model with "
     "fullshard.materialize(model, init=)."
 )
-# Results of these stay ShardedDTensors: torch.nn.init.orthogonal_ fills such a result with random numbers and copies it back.
+# Results of these stay ShardedDTensors, so that `OPERATORS` handles random fills of them, as in torch.nn.init.orthogonal_.
 _EMPTY_LIKE = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default))
 
 OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
@@ -29,7 +29,7 @@ OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, a view of one, or an empty tensor like one. Other results, as of `detach()`, are DTensors.
+    """A sharded parameter, a view of one, or an empty tensor like one. Other results, as `detach()` of the first, are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
@@ -46,7 +46,7 @@ class ShardedDTensor(DTensor):
         known = [one for tensor in given.values() if (one := parameter_of(tensor)) is not None]
         if handler is None and known and torch.Tag.nondeterministic_seeded in func.tags:
             raise StateError(
-                f"{func} cannot be computed on sharded {_names(known)}: each shard would get the same numbers. {_REMEDY}"
+                f"{func} cannot be computed on sharded {_names(known)}: each shard could get the same numbers. {_REMEDY}"
             )
         written = [one for tensor in _torch.written_to(func, args, kwargs) if (one := parameter_of(tensor)) is not None]
         for logical in written:
@@ -62,7 +62,7 @@ class ShardedDTensor(DTensor):
         if _torch.writes(func):
             return _to_given(made, given)
         if func.is_view or func in _EMPTY_LIKE:
-            # `detach` gives a DTensor, since state dicts detach parameters, and a checkpoint must load without fullshard.
+            # `detach` of a parameter gives a DTensor: state dicts detach them, and a checkpoint must load without fullshard.
             first = next(iter(given.values())).__dict__
             back = first.get(_VIEWED) or (None if func is torch.ops.aten.detach.default else first.get(LOGICAL))
             for view in made if isinstance(made, (list, tuple)) else (made,):
@@ -110,7 +110,7 @@ class ShardedDTensor(DTensor):
         return super().register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> Any:
-        """Return a DTensor, or a ShardedDTensor if the constructor of nn.Parameter is the caller."""
+        """Return a DTensor; a ShardedDTensor of a view, or if the constructor of nn.Parameter is the caller."""
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # else `detach` raises
             made: Any = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # nn.Parameter() requires that `detach` keeps the class

@@ -13,7 +13,7 @@ from fullshard import _torch
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if `tensor` is an ordinary strided tensor."""
+    """Return True if `tensor` is a strided torch.Tensor and of no subclass; of a Parameter, pass its `.data`."""
     return type(tensor) is Tensor and tensor.layout == torch.strided
 
 

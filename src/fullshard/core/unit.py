@@ -44,7 +44,7 @@ ALLOCATION: list[Callable[[Unit], Callable[[], None]]] = []
 """Called with a unit before `to_empty()` allocates memory for one of its modules. Each function returned is called after it."""
 
 BEFORE_STATE_DICT: list[Callable[[Unit], None]] = []
-"""Called with each unit before `state_dict()` lists its parameters."""
+"""Called with each unit before `state_dict()` lists its parameters, on the thread of the unit only."""
 
 UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 _LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of the hook that `hook_late_grads` added
@@ -91,8 +91,8 @@ class Unit:
         # and the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
-        # Of the last forward: whether it moved its inputs to the device, as outermost forwards do; whether an output had a
-        # graph (None at first); and the units that it entered (True) or left (False), in order, this one included.
+        # Of the last forward: whether it moved its inputs. Of the last with grad that did not raise: whether an output had a
+        # graph. Of the last complete one: the units that it entered (True) or left (False), in order, this one included.
         self.moves_inputs = False
         self.output_has_graph: bool | None = None
         self.last_order: Sequence[tuple[int, bool]] = ()
@@ -100,7 +100,7 @@ class Unit:
         # Version and address of each unsharded parameter when the user got it. A change of either is a write.
         self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
         self.first_use: list[FirstUse] = []  # checks that the next forward runs before it unshards, in order
-        self.gathers_decided = False  # `decide_gathers` ran since the groups were built
+        self.gathers_decided = False  # else `decide_gathers` is due: the groups are new, or a `grad_dtype` changed
         self.names_units = False  # an outermost forward of this unit has named the units below by their path
         self.refused = ""  # why no forward may begin, with a remedy; "" if one may
         self.undone = False  # taken off its modules
@@ -214,7 +214,7 @@ class Unit:
             call = scheduler.after_recompute(number, grad=grad)
             return call if grad else None
         if not record.running:
-            return None  # the forward raised before it began
+            return None  # `pre_forward` raised before the scheduler knew of this forward, or a reset ended it
         # The call has ended, and with it the calls inside it that raised or were never finished.
         ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
         if self.is_list and record.running:  # other modules follow
@@ -287,7 +287,7 @@ class Unit:
                 group.install(again=True)
 
     def _collects(self) -> bool:
-        """Return False if the running backward reaches inputs only, as far as this unit can tell."""
+        """Return False if the backward gives no parameter of the unit a gradient: all are frozen, or not in its `inputs=`."""
         unsharded = [parameter.unsharded for parameter in self.parameters]
         leaves = [full for full in unsharded if full is not None and full.requires_grad]
         if not leaves:
@@ -357,7 +357,7 @@ class Unit:
         return self.residency is not Residency.SHARDED and any(group.stale for group in self.groups)
 
     def stale_in_backward(self) -> bool:
-        """Return True if unsharded parameters are stale, unless this backward prefetched them: its graph used these values."""
+        """Return True if stale. False after a prefetch in this backward: a write since then must not reach this backward."""
         scheduler = self.runtime.scheduler
         return scheduler.prefetched.get(self.record.number) != scheduler.phase and self.stale
 
@@ -443,7 +443,7 @@ class Unit:
             self.reshard(doing="the end of resident()")
 
     def reshard(self, *, doing: str = "reshard()") -> None:
-        """Free the unsharded parameters. Raise StateError while the unit's forward or backward needs them."""
+        """Free the unsharded parameters. Raise StateError in the unit's forward or backward, or if the user wrote to them."""
         self.check_idle(doing=doing)
         self.check_unmodified()
         self.invalidate_unsharded()
@@ -475,7 +475,7 @@ class Unit:
             )
 
     def check_idle(self, *, doing: str) -> None:
-        """Raise StateError while the unit's forward or backward is running, or plain Parameters are shown."""
+        """Reset what a failed step left. Then raise StateError in the unit's forward or backward, or if `shown_by` is set."""
         self.runtime.recover()
         self.refuse_while_shown(doing=doing)
         self.runtime.abort_if_left(self)
@@ -490,7 +490,7 @@ class Unit:
         if any(group.grads.has_local for group in self.groups):
             own = some_of([parameter.name for parameter in self.parameters if parameter.local_grad is not None])
             raise StateError(
-                f"{doing} was called while gradients of unit '{self.name}' are accumulated on each rank only, here of "
+                f"{doing} was called while gradients of unit '{self.name}' are accumulated but not reduced, on this rank of "
                 f"{own or 'no parameter'}. {self.options.remedy}"
             )
 
@@ -519,8 +519,8 @@ class Unit:
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """Change options that the groups depend on, and build the groups again. Gradients kept by `accumulate()` stay.
 
-        Call `check_rebuildable` of all units before the first one changes. If ranks build different groups, the
-        fingerprints differ, and all ranks raise at the next all-gather. Raises as `check_rebuildable`.
+        Call `check_rebuildable` of all units before the first one changes. If ranks build different groups, their logs differ
+        from the next all-gather on: all ranks raise there or, without tags (nccl), by the heartbeat. Raises as it does.
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
@@ -575,7 +575,7 @@ class Unit:
         self._update_record()
 
     def _sums(self, parameters: Sequence[ShardedParameter], subject: str) -> list[GroupFingerprints]:
-        """Return the tables of DTensor's sums of gradients, one per axis of tensor parallelism."""
+        """Return what logs DTensor's sums of gradients: fingerprints for each tensor-parallel mesh dim that is summed over."""
         spec = parameters[0].sharding.tensor_parallel
         assert spec is not None and spec.mesh.mesh_dim_names is not None
         names = [spec.mesh.mesh_dim_names[axis] for axis in sorted({i for p in parameters for i in p.sharding.summed_axes})]
@@ -599,7 +599,7 @@ class Unit:
         )
 
     def decide_gathers(self) -> None:
-        """Build the groups again if the user has since changed how a parameter is sent or reduced.
+        """Build the groups again if the user changed, after they were built, how a parameter is sent or reduced.
 
         Such changes are all-gather hooks on a parameter, its `grad_dtype`, and a cast of a module inside of the unit. Raises
         StateError for a parameter that cannot be all-gathered.

@@ -51,7 +51,7 @@ class UnitOptions:
     """The resolved options of one unit."""
 
     # Read at each hook on modules and on the autograd graph, and at the end of a backward. `Unit.configure` changes them, from
-    # the next event on.
+    # the next of these on.
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
@@ -61,11 +61,11 @@ class UnitOptions:
     ended_by: str = ""  # the call by which the user ends the step; "" if the last backward ends it
     keep_after_backward: bool = False
 
-    # The parameter groups are built with these; `Unit.reconfigure` changes them and builds the groups again. Everything else
-    # reads them here at each use, so there is nothing more to update.
-    mp: MixedPrecisionPolicy  # `hooks.py` reads input and output dtypes at each forward, so `configure` can change these two
+    # The parameter groups are built with these: `Unit.reconfigure` changes them and builds the groups again. `configure` is
+    # enough only for what is read at each use:
+    mp: MixedPrecisionPolicy  # hooks read `cast_forward_inputs` and `output_dtype` each time, so `configure` can change these
     comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
-    checks: CheckPolicy  # `configure` changes it
+    checks: CheckPolicy  # `configure` can change it; `patience` and `timeout` then take `Runtime.update_timeouts` as well
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
     separate_reduce: bool = False  # reduce-scatter on a process group of its own

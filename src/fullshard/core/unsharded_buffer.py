@@ -189,7 +189,7 @@ class UnshardedBuffer(ABC):
 
     @abstractmethod
     def release_staging(self) -> None:
-        """Free what only the all-gather needs, after the compute stream waited for the all-gather."""
+        """End the all-gather after the compute stream waited for it: release staging, or call fsdp_post_all_gather."""
 
     def free(self) -> None:
         """Free the memory, unless it is kept. The tensors and their storages stay."""
@@ -206,8 +206,8 @@ class FlatBuffer(UnshardedBuffer):
 
     Without a cast, the input of the all-gather is the shard itself or, with CPU offload, its copy on the device.
 
-    The storage has memory between `allocate` and `free`, which resize it. The tensors on the storage (`views`) and the
-    unsharded Parameters stay the same objects for the whole training, as autograd requires.
+    The storage has memory between `allocate` and `free`, which resize it. `views` and the unsharded Parameters on it outlive
+    that, since autograd saves them in forward and reads them in backward. A failed all-gather or new groups replace them.
     """
 
     def __init__(

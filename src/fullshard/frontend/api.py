@@ -77,7 +77,7 @@ def fully_shard(  # type: ignore[misc]
 
     A parameter that is tied to one of a unit inside of `module` belongs to the new unit, which is around both. If two modules
     share a parameter and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made
-    top-down, an inner module takes its parameters from the unit around it.
+    top-down, an inner module takes the parameters that are used only inside it from the unit around it.
 
     Args:
         module: a module with a forward, or a list of modules that form one unit. The parameters of a list are unsharded
@@ -104,10 +104,10 @@ def fully_shard(  # type: ignore[misc]
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
         sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
-            shards. Values that were not written since (loaded, broadcast, initialized) must be equal on all ranks. The error
-            names the first parameter that differs, for example because of different seeds. "broadcast" copies the parameters
-            and buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the environment takes the
-            place of "check".
+            shards. A parameter that nothing wrote since this call (no load, no initialization) must have had equal values on
+            all ranks. The error names the first parameter that differs, for example because of different seeds. "broadcast"
+            copies the parameters and buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the
+            environment takes the place of "check".
 
     Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim. Their mesh and
     `mesh` must be dims of one DeviceMesh with named dims.
@@ -116,9 +116,9 @@ def fully_shard(  # type: ignore[misc]
         `module`, the same object. Its class is now a subclass of `FSDPModule` and of its original class.
 
     Raises:
-        ValueError: for a container without forward, a module that was sharded already, a tensor on another accelerator,
-            a tie between units that are not nested, a mesh of more than two dims, an impossible placement, or an option of
-            the wrong type. The error names the module or parameter, and is raised before a module or parameter has changed.
+        ValueError: for a container without forward, a module sharded already, a tensor on another accelerator, a tie between
+            units that are not nested, an impossible mesh or placement, or a wrong option. Raised before anything has changed.
+        StateError: if the owner of a tied parameter is inside a step, or its gradients are reduced but not in `.grad` yet.
 
     Example:
         >>> for block in model.blocks:                                                        # doctest: +SKIP
@@ -350,7 +350,7 @@ def _check_tensors(refs: Sequence[ParamRef], managed: ManagedTensors, axis: Shar
 def _unsupported_reason(parameter: nn.Parameter) -> str | None:
     """Return the reason why a parameter cannot be sharded, and the remedy; None if it can be sharded."""
     if replacement_of(parameter) is not None:
-        return "it was sharded by a unit that no longer exists. Build the model again, or call undo() first"
+        return "it was sharded by a unit that no longer exists. Build the module again, with new parameters"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "it is not initialized yet. Run one forward of the lazy module, then call fully_shard"
     tensor = _torch.local_part(parameter.data)

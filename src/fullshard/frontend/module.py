@@ -36,7 +36,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Make the current stream wait for the all-gather, and register the unsharded parameters. Later calls do nothing.
+        """Wait for the all-gather and register the unsharded parameters, once. Collective if they were freed or written since.
 
         Raises:
             StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
@@ -127,12 +127,12 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Free this unit's unsharded parameters, and register the sharded ones on the modules. It is not recursive.
 
         Raises:
-            StateError: inside the unit's forward or backward, or inside `full_params()`.
+            StateError: in the unit's forward or backward, in `full_params()`, or once if an unsharded parameter was written.
         """
         require_unit(self).reshard()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward of all units at and below this module is the last one of the step.
+        """Set whether the backwards from now on, of all units at and below this module, are the last ones of their steps.
 
         At its end, a backward other than the last waits only for reductions of parameters with gradient hooks. The last one
         waits for all reductions in flight and sets `.grad`.
@@ -185,7 +185,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
 
         Raises:
             ValueError: for another type, or a number that does not divide the size of the shard mesh dim.
-            StateError: inside a forward or backward, if the subgroup size changes.
+            StateError: if the subgroup size changes in a forward or backward, or while reduced gradients are not in `.grad`.
         """
         parsed = [
             (unit, *parse_reshard_after_forward(reshard_after_forward, unit.axis.ranks, unit.options.states))
@@ -503,7 +503,7 @@ def resident(module: nn.Module) -> Iterator[None]:
         module: a sharded module, or a module that contains sharded modules.
 
     Raises:
-        StateError: inside a forward or backward.
+        StateError: inside a forward or backward; at the end of the block, if an unsharded parameter was written.
 
     Example:
         >>> with model.resident(), torch.no_grad():                                           # doctest: +SKIP

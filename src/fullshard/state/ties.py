@@ -13,7 +13,7 @@ from fullshard.errors import warn_once
 
 @dataclass(eq=False)
 class Ties:
-    """Plan of a new unit for parameters that other units own. Owners change only in `take`."""
+    """Plan of a new unit for parameters that other units own. They change their owner only in `take`."""
 
     # Parameters that move to the new unit, each with its current owner.
     taken: list[tuple[ShardedParameter, Unit]] = field(default_factory=list)
@@ -30,13 +30,13 @@ class Ties:
         return [parameter for parameter, _ in self.taken]
 
     def install(self) -> None:
-        """Register the one sharded parameter in all its slots."""
+        """Register each of these parameters, sharded already, on the modules of the new unit that share it."""
         for ref, parameter in self.refs:
             parameter.install_in(ref.slots)
 
 
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
-    """Return the plan for parameters in `managed` that other units own.
+    """Return the plan for parameters in `managed` that other units own, after taking their unsharded ones off the modules.
 
     Raises ValueError if neither the new unit nor the owner is around the other, StateError inside a step of the owner.
     """
