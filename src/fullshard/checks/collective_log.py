@@ -50,7 +50,7 @@ class Fingerprint(bytes):
     action: str
 
     def __new__(cls, unit_name: UnitName, action: str, subject: str) -> Fingerprint:
-        """Hash `subject`, a text that is equal on all ranks and different from that of every other fingerprint."""
+        """Hash `subject`, a text that is equal on all ranks and different from that of every other unit and action."""
         self = super().__new__(cls, _hasher(subject).digest())
         self.unit_name, self.action = unit_name, action
         return self
@@ -72,7 +72,7 @@ class LoggedCall:
     log: CollectiveLog
     fingerprint: Fingerprint
     number: int  # position in the log, starting at 1
-    beyond = False  # whether it may also wait for ranks that have no part in the log, in a hook of the caller
+    beyond = False  # whether it may also wait, in the user's all-reduce hook, for ranks that have no part in the log
 
     def __str__(self) -> str:
         return f"collective {self.number}, {self.fingerprint}"
@@ -217,9 +217,9 @@ class CollectiveLog:
         return found
 
     def heartbeat_due(self, every: int) -> bool:
-        """Return True if the backward that ends now sends a heartbeat, as one in `every` does.
+        """Return True if the backward that ends a step now sends a heartbeat, as one in `every` does.
 
-        A backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
+        Such a backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
         """
         self._backwards += 1
         if self._backwards % every:
@@ -247,7 +247,7 @@ class GroupFingerprints(dict[str, Fingerprint]):
     __slots__ = ("_seed", "_unit_name", "log")
 
     def __init__(self, log: CollectiveLog, unit_name: UnitName, subject: str) -> None:
-        """Create the table. `subject` is a text that is equal on all ranks and different from that of every other group."""
+        """Create the table. `subject`: equal on all ranks, different from those of other groups; "" for calls of no unit."""
         super().__init__()
         self.log, self._unit_name, self._seed = log, unit_name, subject
 
@@ -256,7 +256,7 @@ class GroupFingerprints(dict[str, Fingerprint]):
         return fingerprint
 
     def call(self, action: str) -> LoggedCall:
-        """Log a call that others than `send` run, and return it. Raises StateError if the log is closed."""
+        """Log a call that runs outside of `Streams.send`, and return it. Raises StateError if the log is closed."""
         call = LoggedCall()
         call.log, call.fingerprint = self.log, self[action]
         self.log.append(call.fingerprint)

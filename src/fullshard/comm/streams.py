@@ -335,7 +335,7 @@ class Streams:
 
     @contextmanager
     def waiting_for(self, tables: Sequence[GroupFingerprints], action: str) -> Iterator[None]:
-        """Log a call that others than `send` run in the block, in the log of each table, and show the watchdog the wait."""
+        """Log a call that the block runs without `send`, in the log of each table, and show the watchdog the wait."""
         with ExitStack() as waits:
             for table in tables:
                 waits.enter_context(self.waiting(table.call(action)))

@@ -134,7 +134,7 @@ class Agreement(Ranks):
 
     def unlogged(self, work: Callable[[], T]) -> T:
         """Call `work`, whose collectives are not logged (DTensor's, for example), and return its result."""
-        # After the barrier, all ranks are in this call. The watchdog is shown a wait in `work` as one in the barrier.
+        # After the barrier, all ranks are in this call. To the watchdog, a wait in `work` looks like a wait in the barrier.
         self.barrier()
         if self._communicator is None or self._last is None:
             return work()

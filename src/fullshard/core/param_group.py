@@ -164,7 +164,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # a DTensor was replaced with its counter, so `before` may be an old value: exceed all
+        if not were_shared:  # a DTensor and its counter were replaced, so `before` may repeat an old version: exceed all
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
@@ -185,7 +185,7 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        # From now on parameters report changes, except that a hook is removed or suspended. On torch 2.11 they report none.
+        # From now on parameters report changes, but not the removal or suspension of a hook. On torch 2.11 they report none.
         self._had_hooks = self._had_hooks or self.has_hooks
         self.must_look = self._had_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):

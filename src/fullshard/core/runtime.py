@@ -332,7 +332,7 @@ class Runtime:
             self.reset(self._broken_units(), discard=gone)
 
     def abort_step(self) -> None:
-        """Reset everything and discard gradients not in `.grad` yet: all ranks agree that the step failed, or a capture did."""
+        """Reset everything and discard gradients not in `.grad` yet: the ranks agreed on a failed step, or a capture failed."""
         if self.communicator.interrupted:
             self.recover()
         self.reset(discard=self.all_units())
@@ -353,7 +353,7 @@ class Runtime:
     def _warn_of_backward(self) -> list[Unit]:
         """Warn that a backward raised. Return the units whose gradients from earlier backwards must be discarded as well.
 
-        If any unit kept such gradients, these are all units that the backward reached or would have reached, and those below,
+        If any unit has such gradients, this returns all units that the backward reached or would have reached, and those below,
         since a step is all or nothing.
         """
         names = ", ".join(f"'{unit.name}'" for unit in self.backward.units.values()) or "no unit"
@@ -436,7 +436,7 @@ class RunningBackward:
         self.raised = False  # it will never end
         self.collects = False  # it is known to give parameters gradients: units that it enters from then on are reduced
         self.units: dict[int, Unit] = {}  # the units that it entered, by number
-        self.undelivered: set[int] = set()  # the numbers of those with gradients of earlier backwards that are not in `.grad`
+        self.undelivered: set[int] = set()  # numbers of units whose reduced gradients were not in `.grad` when it began
         self.passed: set[int] = set()  # the numbers of those of which no parameter gets a gradient
 
     def begin(self, leave: Callable[[], None]) -> None:
@@ -447,7 +447,7 @@ class RunningBackward:
         _torch.on_backward_end(end)
 
     def has_raised(self) -> bool:
-        """Return True if the backward raised. If it seems unfinished outside of one, wait until the engine drops its callback.
+        """Return True if it raised. If it is underway, but this thread runs none, wait until the engine drops its callback.
 
         Raises StateError if it still runs on another thread after `PATIENCE` seconds.
         """

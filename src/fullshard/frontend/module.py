@@ -36,7 +36,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather and register the unsharded parameters, once. Collective if they were freed or written since.
+        """Wait for the all-gather and register the unsharded parameters, once. Collective if freed, or if shards were written.
 
         Raises:
             StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
@@ -127,14 +127,14 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Free this unit's unsharded parameters, and register the sharded ones on the modules. It is not recursive.
 
         Raises:
-            StateError: in the unit's forward or backward, in `full_params()`, or once if an unsharded parameter was written.
+            StateError: in the unit's forward or backward, in `full_params()`, or, once, if an unsharded parameter was written.
         """
         require_unit(self).reshard()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the backwards from now on, of all units at and below this module, are the last ones of their steps.
 
-        At its end, a backward other than the last waits only for reductions of parameters with gradient hooks. The last one
+        At its end, a backward other than the last waits for reductions only if parameters have gradient hooks. The last one
         waits for all reductions in flight and sets `.grad`.
 
         Args:
@@ -254,7 +254,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Set whether backward all-reduces gradients over the replicas of a hybrid mesh (HSDP).
 
         If False, backward only reduce-scatters the gradients, and accumulates the results in the reduce dtype until a backward
-        with all-reduce. Without replicas it affects the calls of an all-reduce hook, and scalar parameters alone.
+        with all-reduce. Without replicas this concerns only scalar parameters, and units with an all-reduce hook.
 
         Args:
             requires_all_reduce: False defers the all-reduce over replicas to a later backward.
@@ -456,7 +456,7 @@ def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
 
 
 def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
-    """Discard gradients that `nn.Module.zero_grad` does not reach: accumulated on each rank, or reductions in flight."""
+    """Discard gradients that `nn.Module.zero_grad` misses: kept on this rank, in flight, or of parameters off the modules."""
     for unit in units_of(module, True):
         if unit.runtime.reducer.is_undelivered(unit):
             unit.runtime.reducer.discard(unit)

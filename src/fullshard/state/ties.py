@@ -36,7 +36,7 @@ class Ties:
 
 
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
-    """Return the plan for parameters in `managed` that other units own, after taking their unsharded ones off the modules.
+    """Return the plan for parameters in `managed` that other units own. First put the sharded ones on those units' modules.
 
     Raises ValueError if neither the new unit nor the owner is around the other, StateError inside a step of the owner.
     """
