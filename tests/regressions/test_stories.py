@@ -1422,7 +1422,7 @@ def test_gradients_as_values_are_those_of_one_backward(world: World) -> None:
         loss().backward()
     model.bias.requires_grad_(True)
     with pytest.raises(
-        StateError, match="gradients of unit 'Linear' are accumulated but not reduced, on this rank of 'weight'"
+        StateError, match="gradients of unit 'Linear' are accumulated but not reduced .on this rank: of 'weight'"
     ):
         fullshard.grad(loss(), [model.bias])
 

@@ -19,7 +19,7 @@ from fullshard._torch import HONOURS_SUBCLASSES
 
 ENGINE = ("core", "comm", "checks", "frontend", "state")
 REFUSED = {  # without these files, what is said of a use of them
-    "ext.fills": "sharded parameter 'weight' of unit '0': each shard would get the same numbers.",
+    "ext.fills": "sharded parameter 'weight' of unit '0': each shard could get the same numbers.",
     "ext.subclasses": "Parameter 'weight' cannot be sharded: expected a plain torch.Tensor, got a Hooked, which no kind of group takes.",
     "ext.two_hops": "HFSDP needs a file of fullshard that is missing",
     "fsdp2.full_mesh": "needs a file of fullshard that is missing",

@@ -86,7 +86,7 @@ class _Block(NamedTuple):
     fingerprints: list[Fingerprint]  # of the calls of this block
 
     def hashed(self, fingerprints: Sequence[Fingerprint]) -> Any:
-        """Return a hasher of all calls up to the last of `fingerprints`, the first ones of this block."""
+        """Return a hasher of all calls up to the last of `fingerprints`, which are the first calls of this block."""
         hasher = self.hasher.copy()
         hasher.update(b"".join(fingerprints))
         return hasher
@@ -120,7 +120,7 @@ class ExceptionNote:
 
 
 class CollectiveLog:
-    """Calls of this rank on one set of ranks, in program order. One log has many blocks, one block many calls.
+    """Calls that this rank makes with one set of ranks, in program order. A log has many blocks, a block many calls.
 
     A call is a collective, or another event of all ranks, such as an optimizer step. Ranks that run the same program have
     equal logs. The first call that differs shows where they diverged.
@@ -173,7 +173,7 @@ class CollectiveLog:
     def note_exception(self, place: str, failure: str | None = None) -> None:
         """Note that an exception ended the current step of this rank. The note is published until the next call is logged.
 
-        `failure`: text of the exception, as from `described`; None while it propagates, to read it from this thread's state.
+        `failure`: text of the exception, as from `described`; None while it propagates: it is later read from this thread.
         """
         if self.exception_note is None:
             self._exception = ExceptionNote(self.count, place, threading.get_ident(), failure)
@@ -217,9 +217,9 @@ class CollectiveLog:
         return found
 
     def heartbeat_due(self, every: int) -> bool:
-        """Return True if the backward that ends a step now sends a heartbeat, as one in `every` does.
+        """Return True if the backward that now ends a step must send a heartbeat: one in `every` does.
 
-        Such a backward without a heartbeat is logged, so that ranks with different counts of backwards are found to diverge.
+        A backward that ends a step without one is logged: if the ranks' counts of backwards differ, they are found to diverge.
         """
         self._backwards += 1
         if self._backwards % every:

@@ -34,7 +34,7 @@ class RankState:
         return cls(int(count), int(digest), int(notices_read), *words)
 
     def replies_to(self, number: int) -> bool:
-        """Return True if the state was published after the rank had read notice `number`, or at its end."""
+        """Return True if the state was published after the rank had read notice `number`, or when the rank ended."""
         return self.ended or self.notices_read >= number
 
     def __str__(self) -> str:
@@ -49,8 +49,8 @@ class RankState:
 class WaitState:
     """The call that one thread waits for.
 
-    The thread is in the `wait` of this call. On an asynchronous device, whose host waits for no collective, the call may be the
-    oldest one that the device has not completed instead (docs/error-detection.md).
+    The thread is in the `wait` of this call. With an asynchronous device the host waits for no collective: then the call may be
+    the oldest one that the device has not completed (docs/error-detection.md).
     """
 
     __slots__ = ("__weakref__", "_newest", "_seen", "_since", "_stalled", "call", "in_flight", "patience", "timeout")

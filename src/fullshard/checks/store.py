@@ -43,7 +43,7 @@ class StateStore:
         self._gap = 0  # polls that found the next notice missing
 
     def period(self, *, waits: bool) -> float:
-        """Return the seconds between two polls. `waits`: whether this rank, or one that requested its state, waits."""
+        """Return the seconds between two polls. `waits`: this rank waits, or ranks may wait soon (`Watchdog.follow_peers`)."""
         return max(TICK if waits else _IDLE_SECONDS, self.size / RATE)
 
     @property
@@ -87,7 +87,7 @@ class StateStore:
     def _read(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the records that exist.
 
-        This sends one request if all keys are known to exist, else two. Each missing key costs up to 3 * log2(len(keys)) more.
+        One request if all keys are known (one per key without the extended API), else one more; 3 * log2(keys) per missing key.
         """
         if self.is_cut_off:
             return {key: self._last[key] for key in keys if key in self._last}

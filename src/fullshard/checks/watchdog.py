@@ -33,7 +33,7 @@ _ABORTED = "The process groups of these ranks are aborted: end the program."
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Request for the states of all ranks in one log. The rank that posted the last one reads them; one that timed out, too."""
+    """Request for the states of all ranks in one log. Who posted the latest, or waits past its timeout, reads the states."""
 
     number: int  # of the notice
     rank: int
@@ -48,8 +48,8 @@ class Watchdog:
 
     1. A rank that has waited longer than its patience posts a request. All ranks publish their states, and this rank reads
        them.
-    2. If two logs differ, the ranks have diverged. A rank that finds this, or that another rank raised, ended or disconnected,
-       or that its own wait exceeds `CheckPolicy.timeout`, posts a verdict.
+    2. If two logs differ, the ranks have diverged. A rank posts a verdict if it finds this, or finds that another rank raised,
+       ended or disconnected, or if its own wait exceeds `CheckPolicy.timeout`.
     3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
     4. Each rank aborts the process groups of a closed log, so all waits return.
 
@@ -198,7 +198,7 @@ class Watchdog:
         return request
 
     def _diagnose(self, log: CollectiveLog, waits: Sequence[WaitState], now: float) -> None:
-        """Request the states, unless a request came within the shortest wait and `interval`. Post the verdict, if any."""
+        """Request the states, unless the last request is younger than `interval` and than the shortest wait. Post a verdict."""
         request = self._requests.get(log.key)
         interval = max(REQUEST_INTERVAL, 3 * self._store.period(waits=True))
         waiting = min((state.seconds_waiting(now) for state in waits), default=interval)
@@ -207,7 +207,7 @@ class Watchdog:
         overdue = [state for state in waits if state.timeout is not None and state.seconds_waiting(now) > state.timeout]
         late = [(state, call) for state in overdue if (call := state.waits_in(log)) is not None and not call.beyond]
         if request.rank != self._store.rank and not late:
-            return  # another rank reads
+            return  # the rank that posted the request reads the states
         inquiry = Inquiry(self._store, log, request.number)
         text = self._why(log, inquiry, waits, now)
         if any(state.beyond and state.replies_to(request.number) for state in inquiry.states.values()):

@@ -9,8 +9,8 @@ What a new backend needs:
   comm/coalesced.py), which Muon's exchange calls; here, a branch in `collectives_for`, and one in `carries_tags` if its
   messages carry tags.
 
-`tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume the classes chosen
-here. They are told the network (`foresight/hardware.py`), not the backend.
+`tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume gloo on the
+CPU, and coalesced collectives on an accelerator.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
-"""Backends without ReduceOp.AVG: what `Backend.name()` returns, in lower case. The name given to `register_backend` may differ;
-it counts only for process groups in Python that have no backends. (MTIA is recognized by its device.)"""
+"""Backends without ReduceOp.AVG, by `Backend.name()` in lower case. The name given to `register_backend` may differ: it counts
+only for subclasses of ProcessGroup in Python, which have no backends. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:
@@ -40,5 +40,5 @@ def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: 
 
 
 def carries_tags(backend: str, device: torch.device) -> bool:
-    """Return True if messages carry a tag, 24 bits of the hash of their call, so that those of diverged ranks do not match."""
+    """Return True if messages carry a tag, 24 bits of the log's hash, so that messages of diverged ranks do not match."""
     return device.type == "cpu" and backend == "gloo"

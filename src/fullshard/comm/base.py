@@ -46,19 +46,19 @@ Started: TypeAlias = StartedWork | dist.Work | None
 
 
 class Collectives(Protocol):
-    """The collectives of one process group. Tensors are contiguous, in all but all-reduces 1-D. No method waits for completion.
+    """The collectives of one process group. Tensors are contiguous, and 1-D except in all-reduces. No method waits for the end.
 
     Pass an implementation of your own as `CommPolicy(collectives=...)`.
 
     Attributes (those with a default may be missing):
         ranks: number of ranks in the group.
         rank: this rank's index in the group.
-        direct_min_bytes: default of `CommPolicy.direct_min_bytes`; `inf` packs all parameters, whatever the policy says.
+        direct_min_bytes: used if `CommPolicy.direct_min_bytes` is None; `inf` packs all parameters, whatever the policy says.
         in_order: True if collectives run in order on the current stream, so that waiting for one does not block the host. Large
             gradients that need a copy are then reduced slice by slice through one buffer. Default False.
         in_place: True if, in a group of one rank, the input of `reduce_scatter` may be its output, so that gradients are cast
             directly into it. Default False.
-        gather_memory: allocates the all-gather output, then one message; needs `direct_min_bytes` inf. Default None: torch.
+        gather_memory: allocates the all-gather output, one packed message; needs `direct_min_bytes` inf. Default None: torch.
         reduce_memory: allocates reduce-scatter inputs and outputs; needs `direct_min_bytes` inf. Default None: torch.
         reducer: `reducer(scale)` returns `reduce_scatter` prepared as a function of (outs, fulls), or None. Default None.
     """
@@ -72,7 +72,7 @@ class Collectives(Protocol):
         """Prepare an all-gather that can be started many times.
 
         Args:
-            outs: outputs, (ranks * size,) each, in rank order.
+            outs: outputs, (ranks * size,) each: the chunks of all ranks, in rank order.
             shards: inputs, (size,) each, of the same dtype; `shards[i]` may be this rank's own chunk of `outs[i]`.
 
         Returns:
@@ -108,7 +108,7 @@ class Collectives(Protocol):
         """Start an all-reduce (maximum), in place: of small integers of heartbeats and agreements, or of a norm.
 
         Args:
-            tensor: read and written; heartbeats and flags, a norm, (), or rows to compare, (rows, bytes).
+            tensor: read and written; a heartbeat, (size,), a flag or norm, (), or rows to compare, (rows, bytes).
 
         Returns:
             The started work.
@@ -119,7 +119,7 @@ class Collectives(Protocol):
 Allocate = Callable[..., Tensor]  # (numel, *, dtype, device) -> 1-D tensor
 
 Adapter = Callable[[Collectives, dist.ProcessGroup], Collectives]
-"""Makes other collectives out of a backend's (an extension point: `UnitOptions.gather_adapter` and `reduce_adapter`)."""
+"""Makes other collectives out of a backend's or a policy's (an extension point: see `gather_adapter` in `UnitOptions`)."""
 
 
 class SingleRank:

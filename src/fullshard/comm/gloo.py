@@ -187,7 +187,7 @@ class GlooCollectives:
     def all_reduce(self, tensor: Tensor) -> StartedWork:
         """Start an all-reduce (sum), in place.
 
-        More than two ranks take two stages: a reduce-scatter, then an all-gather, which starts in `wait()`.
+        One stage if there are two ranks, or fewer elements than ranks; else a second, an all-gather, starts in `wait()`.
         """
         if self.ranks == 2 or tensor.numel() < self.ranks:  # with fewer elements, some chunks would be padding only
             return self._all_exchange(tensor, torch.add)

@@ -76,9 +76,9 @@ class CollectiveCall(LoggedCall):
 
     # On the CPU, the thread that waits for a collective runs its copies and starts the collective that follows it.
     pending: Started = None
-    finish: Callable[[], None] | None = None  # None once it has been waited for
+    finish: Callable[[], None] | None = None  # None once the collective has been waited for
     failure: Exception | None = None  # raised again by later waits
-    after: CollectiveCall | None = None  # which starts this one; None once this one has started
+    after: CollectiveCall | None = None  # the call whose wait starts this one; None once this one has started
     followers: tuple[CollectiveCall, ...] = ()
 
     def begin(self) -> StartedWork:
@@ -150,7 +150,7 @@ class CollectiveCall(LoggedCall):
             raise streams.error_for(failure, self) from failure
         except BaseException as interrupt:  # most interrupts come during waits, where the host spends its time
             self.failure = Interrupted(  # the collective and its copies may be complete or not
-                f"The collective cannot complete: {type(interrupt).__name__} interrupted an earlier wait for it. "
+                f"It is unknown whether the collective completed: {type(interrupt).__name__} interrupted an earlier wait. "
                 "Run the step again."
             )
             if streams is not None:
@@ -249,15 +249,15 @@ class Streams:
         kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
         # The device if it runs asynchronously, as an accelerator does; None for the CPU.
         self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
-        # For copy-ins (casts, copies from host memory), so that the next unit's need not wait for the all-gather of this one.
+        # For copy-ins (casts, copies from host memory), so that a unit's copy-in need not wait for the all-gather before it.
         # None on the CPU, where the copy-in is part of the all-gather.
         self.copy_in_stream = None if self.async_device is None else lanes(device)
-        self._are_pollable = kinds == {DeviceStream}  # from any thread, so also from the watchdog's
+        self._are_pollable = kinds == {DeviceStream}  # calls can be polled from any thread, so also from the watchdog's
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
         self.next_event: object = None  # a torch.Event of the user, which the next outermost forward or `unshard()` waits for
         self.capturing = False  # a step is captured in a graph
-        # True if an interrupt (Ctrl-C) broke off a hook or a wait. The next hook or public call resets the runtime.
+        # True if an interrupt (Ctrl-C) broke off a hook, the end of a backward or a wait. The next of these, or call, resets.
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:
@@ -313,14 +313,14 @@ class Streams:
             raise
         except RuntimeError as failure:
             raise self.error_for(failure, call) from failure
-        # On the CPU, the host waits itself. A query of a call in a graph would spoil the capture, from any thread.
+        # For the watchdog to poll; not on the CPU, where the host waits, nor in a capture, which a poll on any thread spoils.
         if self._are_pollable and self.wait_state is not None and not self.capturing:
             self.wait_state.in_flight.append(call)
         return call
 
     @contextmanager
     def waiting(self, call: LoggedCall) -> Iterator[None]:
-        """Show this wait to the watchdog. A RuntimeError of the block becomes a StateError that names `call` and the ranks."""
+        """Show this wait to the watchdog. A RuntimeError of the block becomes the StateError of `error_for`."""
         state = self.wait_state
         before = None if state is None else state.call
         if state is not None:
@@ -335,7 +335,7 @@ class Streams:
 
     @contextmanager
     def waiting_for(self, tables: Sequence[GroupFingerprints], action: str) -> Iterator[None]:
-        """Log a call that the block runs without `send`, in the log of each table, and show the watchdog the wait."""
+        """Log the call of the block, which bypasses `send`, in the logs of all `tables`, and show the watchdog the wait."""
         with ExitStack() as waits:
             for table in tables:
                 waits.enter_context(self.waiting(table.call(action)))
@@ -366,7 +366,7 @@ class Streams:
 
 
 class InFlight:
-    """Queue of collectives whose memory a stream may still read, released in order.
+    """Queue of collectives whose memory a stream or a message may still use. Entries are released in order.
 
     Before an entry's memory is freed, the compute stream is ordered behind its work, so that the allocator cannot hand that
     memory to a kernel that runs earlier.
@@ -384,7 +384,7 @@ class InFlight:
             self._leave()
 
     def push(self, work: Work, on_done: Callable[[], None], *, polled: bool = True) -> None:
-        """Keep the objects that `on_done` refers to alive until `work` has been waited for, then call `on_done` to free them.
+        """Keep alive what `on_done` refers to until `work` has been waited for, then call `on_done` to free it.
 
         With `polled`, `poll` may release the entry once its work completes. That moment differs between ranks, so `polled` must
         be False if the wait or `on_done` starts a collective.

@@ -43,7 +43,7 @@ class TrafficCounter:
 
     @contextmanager
     def counting(self, messages: list[Message] | None = None) -> Iterator[list[Message]]:
-        """Yield `messages`, or a new list, that receives each message until the block ends, except norms of clipping."""
+        """Yield `messages` or a new list. Until the block ends it receives each message but norms and tensor-parallel sums."""
         messages = [] if messages is None else messages
         self.listeners.append(messages)
         try:

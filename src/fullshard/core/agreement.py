@@ -1,4 +1,4 @@
-"""Collectives of user calls outside of forward and backward: do ranks agree, and if one fails, all raise the same error."""
+"""Collectives of user calls outside of a step: they find whether ranks agree, and raise one rank's error on all ranks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Agreement(Ranks):
         return self.maximum(tensor if self.index == 0 else torch.zeros_like(tensor))
 
     def all_gather(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """All-gather a tensor over one of the groups. Return (ranks, ...)."""
+        """All-gather a tensor over one of the groups. Return (size of the group, *shape of the tensor)."""
         part, found = tensor.contiguous(), tensor.new_empty((group.size(), *tensor.shape))
         if part.numel():
             # As bytes, since not every backend has every dtype.
@@ -127,7 +127,7 @@ class Agreement(Ranks):
         return found
 
     def barrier(self) -> None:
-        """Wait until all ranks are in this call. If ranks are in different calls, this raises before anything is changed."""
+        """Wait until all ranks reach a barrier. With tags (gloo), ranks in different calls raise before anything is changed."""
         self.maximum(torch.zeros(1, dtype=torch.uint8, device=self.device))
         if self._last is not None:
             self._last.block()  # on an accelerator, only streams have waited so far
@@ -156,7 +156,7 @@ class Agreement(Ranks):
         return int(differ[0]) if differ.numel() else None
 
     def all_equal(self, content: bytes) -> bool:
-        """Return True if `content` is equal on all ranks. Collective, with one message: a digest of 8 bytes."""
+        """Return True if `content` is equal on all ranks. Collective: one message of 16 bytes, a digest and its complement."""
         digest = hashlib.sha256(content).digest()[:8]
         return self.first_unequal(torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)) is None
 
@@ -237,9 +237,9 @@ class Agreement(Ranks):
         *,
         wait: bool = True,
     ) -> CollectiveCall:
-        """Start a collective over a group, and log it on `axis` as this call. Return it, waited for unless `wait` is False.
+        """Log a collective on `axis`, under the name of this call, and start it. Return it, waited for if `wait` is True.
 
-        `fulls`: the buffers with all ranks' parts, for `counting()`.
+        `fulls`: the tensors whose bytes `counting()` reports: the gathered output, or what is reduced or broadcast in place.
         """
         communicator = self._communicator
         assert communicator is not None

@@ -31,10 +31,10 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis, equal on all ranks if each thread creates its logs in the same order on each."""
+    """Return the name of a new log of an axis: equal on all ranks if each thread's logs are created in one order everywhere."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # Threads interleave differently on each rank, so count by process group. A hybrid axis has other groups on other ranks.
+        # A count per group, as threads interleave differently on each rank; not for a hybrid axis, whose groups differ by rank.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
@@ -52,7 +52,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], device: torch.device) -> N
 
 
 class Communicator(Streams):
-    """Runs, logs and counts the collectives of one runtime: one object per process group, one log per axis."""
+    """Runs, logs and counts the collectives of one runtime. Keeps the collectives of each process group, and a log per axis."""
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
         super().__init__(device, lanes)
@@ -66,7 +66,7 @@ class Communicator(Streams):
 
     def log_of(self, axis: ShardAxis) -> CollectiveLog:
         """Return the log of an axis: the same log as long as the process groups of the axis exist."""
-        if axis.hybrid is not None:  # forward and backward communicate in two hops, which the log of the hybrid axis has
+        if axis.hybrid is not None:  # its two hops run over the groups of the hybrid axis, so they are in that axis's log
             self.log_of(axis.hybrid)
             log, groups = self._logs[axis.hybrid.key]
             if axis.group is not None and axis.group not in groups:
@@ -171,7 +171,7 @@ class Communicator(Streams):
         return GroupCollectives(gather, reduce, replicate, gather, retain, self.traffic)
 
     def _observed(self, group: dist.ProcessGroup | None, comm: CommPolicy) -> ObservedCollectives:
-        """Return the collectives of a process group, counted: the policy's for it, else the backend's."""
+        """Return the collectives of a process group, counted: those that the policy returns for it, else the backend's."""
         if comm.collectives is None or group is None:
             return ObservedCollectives(self.collectives_of_group(group), self.traffic)
         given = comm.collectives(group)

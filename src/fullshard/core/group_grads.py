@@ -1,4 +1,4 @@
-"""Gradients of a group that are kept between backwards, and whether ranks may compare which of them have a `.grad`."""
+"""Gradients of a group that are kept between backwards, and whether ranks may compare if parameters have a `.grad`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fullshard.comm.streams import Work
 from fullshard.core.sharded_param import ShardedParameter
 
 
 class GroupGradients:
     """Gradients of one group between backwards.
 
-    `foresight/group.py` predicts what this class and `Reduction` allocate and send, in the same order, and
-    `wrap/plan_messages.py` the sums of it: change all of them together. They take dtypes from the same `Dtypes`.
+    `foresight/group.py` predicts, in the same order, what this class and `Reduction` allocate and send; `wrap/plan_messages.py`
+    predicts the totals. Change all of them together. They take dtypes from the same `Dtypes`.
 
         backward that does not reduce --accumulate--> local_grad of each parameter --merge--> the next reduction
         backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
@@ -29,9 +30,9 @@ class GroupGradients:
         for parameter in parameters:  # an earlier group may have kept gradients in another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
-        # Of the last reduction, if its all-reduce over replicas is deferred: the sum over the shards, and for each parameter
-        # whether this rank had a gradient.
-        self.deferred: tuple[Tensor, list[bool]] | None = None
+        # Of the last reduction, if its all-reduce over replicas is deferred: the sum over the shards, whether this rank had a
+        # gradient of each parameter, and the work to wait for before the sum is read.
+        self.deferred: tuple[Tensor, list[bool], Work] | None = None
         # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then does the
         # log say whether a reduction adds to `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.
         self.has_committed = False

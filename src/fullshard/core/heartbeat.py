@@ -1,4 +1,4 @@
-"""The heartbeat: a small all-reduce at the end of a step, of used parameters and the log's hash, which finds diverged ranks."""
+"""The heartbeat: a small all-reduce at the end of a step. It shows which parameters ranks used, and whether they diverged."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Heartbeat:
     The maximum of 255 - x is 255 minus the minimum of x. So if a byte of the hash differs between ranks, each rank finds one of
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
-    On the CPU the host waits for it and reads it at once, on an accelerator in a later step. Flags are needed at once only
-    for a trainable parameter that this rank did not use and whose `.grad` is None: it stays None unless another rank used it.
+    On the CPU the host waits for a heartbeat and reads it at once, on an accelerator in a later step. Only one case needs the
+    flags at once: a trainable parameter that this rank did not use keeps `.grad` None, unless another rank used it.
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.
     """
 
     log: CollectiveLog  # the log that it compares
-    reductions: list[Reduction]  # those that it ends; empty once `release` was called
+    reductions: list[Reduction]  # those whose parameters it has flags of; empty once `release` was called
 
     def __init__(self, length: int, async_device: torch.device | None) -> None:
         """Allocate the memory. `async_device`: the device if it runs asynchronously, else None."""
@@ -97,7 +97,7 @@ class Heartbeat:
         return False
 
     def expect(self) -> None:
-        """Set the result on the host to "no difference", which a captured heartbeat has until its first replay."""
+        """Write "no difference" as the result on the host: a captured heartbeat has no result before its first replay."""
         self._received[: 2 * DIGEST] = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
 
     def is_desynced(self) -> bool:
@@ -124,9 +124,9 @@ class Heartbeats:
         self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
-        """Send one heartbeat per log that has one due. `reductions`: (`CheckPolicy.every`, reduction to end) each."""
+        """Send one heartbeat per log in which one is due. `reductions`: each with the `CheckPolicy.every` of its unit."""
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
-        always = self._communicator.capturing  # a graph sends its heartbeats in each replay, or never
+        always = self._communicator.capturing  # `every` cannot apply: what is captured is sent in every replay, or in none
         for every, reduction in reductions:
             logs.setdefault(reduction.group.fingerprints.log, (1 if always else every, []))[1].append(reduction)
         return [self._send(log, mine) for log, (every, mine) in logs.items() if log.heartbeat_due(every)]
@@ -152,7 +152,7 @@ class Heartbeats:
         return beat, work
 
     def read_sent(self, sent: Sequence[SentHeartbeat]) -> None:
-        """Read these heartbeats or, on an accelerator, all before these. Raises StateError if the ranks diverged."""
+        """Read these heartbeats or, on an accelerator, all before these (in a capture none). Raises StateError if diverged."""
         if self._communicator.async_device is not None:
             self._unread += sent
             if len(self._unread) > len(sent) and not self._communicator.capturing:
@@ -183,7 +183,7 @@ class Heartbeats:
                 self._free.append(beat)
 
     def take_unread(self) -> list[SentHeartbeat]:
-        """Return those unread, which belong to the caller from now on: a graph of the device sends them in each replay."""
+        """Return and forget the unread heartbeats: those that a capture recorded, which each replay of its graph sends."""
         unread = [*self._unread]
         self._unread.clear()
         return unread
@@ -193,7 +193,7 @@ class Heartbeats:
         self._unread.clear()
 
     def check(self, beat: Heartbeat) -> None:
-        """Raise StateError if it shows that the ranks diverged. The host must have waited for it."""
+        """Raise StateError if `beat` shows that the ranks diverged. The host must have waited for `beat`."""
         if beat.is_desynced():
             watchdog = self._communicator.watchdog
             text = "" if watchdog is None else watchdog.diagnose_desync(beat.log)

@@ -146,7 +146,7 @@ _HOOKS = "fullshard"  # key in the metadata of a node: its hooks and their handl
 
 
 def hook_node(node: Any, hook: Callable[..., None]) -> None:
-    """Register `hook` before a graph node, once, ahead of those of inner units: nested units may return the same tensor."""
+    """Register `hook` once, as a pre-hook of a node, ahead of the hooks of inner units, which may return the same tensor."""
     hooks = node.metadata.setdefault(_HOOKS, [])
     if not hooks or hooks[0][0] is not hook:
         hooks.insert(0, (hook, None))
@@ -211,7 +211,7 @@ class StateHooks:
             notify(self._unit)
 
     def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Put the shards into a result that another thread asked for: the modules show whatever training needs then."""
+        """Put the shards into the state dict that another thread makes: the modules show what training needs just then."""
         if self._unit is None or self._unit.runtime.is_of_this_thread:
             return
         held = _torch.parameters_of(module)

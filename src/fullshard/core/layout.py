@@ -38,11 +38,11 @@ class DirectRule:
     A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small. Only
     parameters that are sharded along dim 0, in chunks of a multiple of ALIGN_BYTES, may be direct.
 
-    With `automatic`, parameters of fewer than `min_chunk` bytes per rank are direct as well, largest first, if they have
-    MIN_CHUNK bytes per rank and one of these holds:
+    With `automatic`, smaller parameters are direct as well, largest first, if they have at least MIN_CHUNK bytes per rank and
+    one of these holds:
 
-    - They have LARGE_MESSAGE bytes over all ranks and belong to the MAX_LARGE_DIRECT largest parameters that may be direct.
-    - They have MIN_MESSAGE bytes over all ranks and the packed parameters would need more than `staging_limit`.
+    - They have at least LARGE_MESSAGE bytes over all ranks, and are among the MAX_LARGE_DIRECT largest that may be direct.
+    - They have at least MIN_MESSAGE bytes over all ranks, and the packed parameters would need more than `staging_limit`.
     """
 
     min_chunk: float  # bytes per rank from which every parameter that may be direct is direct; `inf` for none
@@ -197,8 +197,8 @@ def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple
 class ReductionLayout:
     """Collectives that reduce the gradients of a group. Each parameter with elements is in exactly one of the fields."""
 
-    packed: Bucket | None  # the packed gradients, in one reduce-scatter; None if there are none
-    direct: tuple[int, ...]  # parameters with a reduce-scatter of their own, from the gradient that autograd computed
+    packed: Bucket | None  # the packed gradients, one input of the first reduce-scatter call; None if there are none
+    direct: tuple[int, ...]  # parameters whose gradients, as autograd computed them, are inputs of that call, each by itself
     # the other direct parameters, which are uneven or whose gradients are cast: their slices in each reduce-scatter
     slices: tuple[tuple[Slice, ...], ...]
 
@@ -244,7 +244,7 @@ class GroupLayout:
         return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
-        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: they have this dtype already.
+        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: gradients have it already.
 
         `in_order`: collectives run one after the other on their stream, so that large ones may run in slices.
         """
@@ -274,7 +274,7 @@ def plan_layout(
 ) -> GroupLayout:
     """Lay out parameters of unsharded `shapes`, each with at least one dim. `dims`: the sharded dim of each; None for 0.
 
-    `itemsize`: bytes of an element in the smaller of storage and compute dtype; offsets are aligned to 16 bytes in it.
+    `itemsize`: bytes of an element in the smaller of storage and compute dtype, in which offsets are multiples of 16 bytes.
     `outer`: replicas that the first of two hops gathers over (HFSDP), else 1. The rule `direct` then applies to the second hop.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))

@@ -62,7 +62,7 @@ class ShardAxis:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups of several ranks, replicas first."""
+        """The process groups that have more than one rank: that of the replicas, then that of the shards."""
         both = (self.replicas.group, self.replicas.ranks) if self.replicas else (None, 1), (self.group, self.ranks)
         return [group for group, ranks in both if group is not None and ranks > 1]
 
@@ -145,7 +145,7 @@ def _forget_dead_subgroups() -> None:
 
 
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
-    """Return an additional process group of `ranks` beside `owner`, for a role. The first call creates it, on all of `ranks`.
+    """Return the process group of `ranks` for one use (`role`), beside `owner`. Their first call, a collective, creates it.
 
     `name`: equal on all `ranks` and unique among their groups. None takes that of `owner`, which must have all of `ranks`.
     """
@@ -185,7 +185,7 @@ def replicated_axis(axis: ShardAxis) -> ShardAxis:
 
 
 def group_of_mesh(owner: dist.ProcessGroup, role: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a hybrid mesh for a role. The first call creates it, as a collective."""
+    """Return the process group of all ranks of a hybrid mesh for one use (`role`). The first call creates it: collective."""
     _forget_dead_subgroups()
     # several meshes may have the same ranks: number their groups, so that names are unique and equal on all ranks
     before = sum((other, members) == (role, tuple(ranks)) for _, other, members in _SUBGROUPS)

@@ -65,7 +65,7 @@ def collect(
     """Walk `roots` depth first, children in registration order and before their parents.
 
     The walk enters no submodule for which `is_unit` returns True, and no module to which torch's `replicate` was applied.
-    The result omits `ignored` parameters, and modules other than roots whose tensors, at least one, are all such parameters.
+    The result omits `ignored` parameters, and modules below the roots that hold (submodules included) nothing but such ones.
     """
     ignored_ids = {id(parameter) for parameter in ignored}
     root_ids = {id(root) for root in roots}

@@ -81,7 +81,7 @@ class ReductionPlan:
 def casts_whole(numel: int, dtypes: Dtypes, *, on_cpu: bool) -> bool:
     """Return True if a packed input of `numel` elements is concatenated before it is cast.
 
-    On the CPU, to cast each tensor takes longer than all else of a small unit. One cast of all needs at most 1 MiB of memory.
+    On the CPU, casting the tensors one by one takes longer than all else in a small unit. Their copy takes at most 1 MiB.
     """
     return on_cpu and numel * dtypes.compute.itemsize <= 1 << 20
 

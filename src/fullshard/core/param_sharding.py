@@ -50,7 +50,7 @@ class PlainPart:
     spec: _torch.DTensorSpec  # of the DTensor, on the mesh of all parallelisms
     grad_placements: tuple[Placement, ...]  # of autograd's gradient; Partial on the data-parallel axes and on `summed_axes`
     text: str  # the placements, to compare between ranks
-    attributes: tuple[str, ...]  # of the parameter, that say so; sharded parameters have none of them
+    attributes: tuple[str, ...]  # names of the parameter's attributes that mark it as such a part; sharded ones have none
     mark: Callable[[Tensor], None]  # sets the attributes on a tensor of the local shape
 
 
@@ -93,7 +93,7 @@ class ParamSharding:
         return () if names is None else tuple((axis, resolve_mesh(self.mesh[names[axis]])) for axis in others)
 
     def slice(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of `whole`, as a view."""
+        """Return this rank's rows of `whole`, the tensor after tensor parallelism (`local_shape`)."""
         if not self.shape:
             return whole
         if type(whole) in (Tensor, nn.Parameter):
@@ -155,7 +155,7 @@ class ParamSharding:
     def grad_to_local(self, tensor: Tensor, *, name: str, reduce: torch.dtype | None = None) -> Tensor:
         """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`.
 
-        `reduce`: dtype in which parts of the gradient of a `plain_part` are summed, if it is wider than that of the gradient.
+        `reduce`: dtype to sum in over `summed_axes`, for a parameter with a `plain_part`, if it is wider than the gradient's.
         """
         parallel = self.tensor_parallel
         if parallel is not None and self.plain_part is not None and not isinstance(tensor, DTensor):
@@ -202,7 +202,7 @@ CHECK_LEVEL: list[Callable[[StateSharding, ShardAxis, MeshDims | None], None]] =
 """Called with the level, axis and `dp_mesh_dims` of each fully_shard() call, to raise ValueError if they do not fit."""
 
 PLAIN_PARTS: list[Callable[[nn.Parameter, ShardAxis, str], PlainPart | None]] = []
-"""Called with a plain parameter, its axis and its name; say of which DTensor it is the local tensor, None if of none."""
+"""Called with a plain parameter, its axis and its name; return the PlainPart that names its DTensor, None without one."""
 
 CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] = []
 """Called with the axis chosen so far, a unit's level, and a parameter's local values and dim; return the parameter's axis."""
@@ -218,8 +218,8 @@ def plan_sharding(
         parameter = _torch.dtensor(parameter.data, part.spec)  # type: ignore[assignment]
     if isinstance(parameter, DTensor) and (partial := [one for one in parameter.placements if one.is_partial()]):
         raise ValueError(
-            f"parameter '{name}' is a DTensor with placements {parameter.placements} and cannot be sharded with {partial}. "
-            "redistribute() it to Shard or Replicate first."
+            f"parameter '{name}' is a DTensor with placements {parameter.placements}: {partial} holds parts of a sum, which "
+            "cannot be sharded. redistribute() it to Shard or Replicate first."
         )
     local = _torch.local_part(parameter.data)
     local_shape = local.shape
@@ -257,10 +257,10 @@ def _requested_placement(
             f"shard_placement_fn must return None, Shard(dim) or a ShardPlacementResult, got {chosen!r} for parameter '{name}'."
         )
     if not isinstance(chosen.placement, (Shard, type(None))):
-        raise ValueError(f"ShardPlacementResult.placement must be Shard(dim), got {chosen.placement!r} for parameter '{name}'.")
+        raise ValueError(f"ShardPlacementResult.placement must be Shard(dim) or None, got {chosen.placement!r} for '{name}'.")
     info = chosen.mesh_info
     if info is not None:
-        # torch's mesh_info has a full mesh as `spmd_mesh`, and then only the data-parallel axes as `mesh`
+        # if torch's mesh_info has a full mesh (`spmd_mesh`), its `mesh` has only the data-parallel axes
         full, dims = getattr(info, "spmd_mesh", None), getattr(info, "dp_mesh_dims", None)
         mesh = info if isinstance(info, DeviceMesh) else full if full is not None else getattr(info, "mesh", None)
         if not isinstance(mesh, DeviceMesh):

@@ -59,7 +59,6 @@ class GradientReducer:
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
         self.replicates = False  # True once a reduction over replicas was started
-        self.merged = False  # True if reductions in flight contain gradients that earlier backwards kept
         # From `decide` to the end of `assign_grads`: the reductions to commit, even after an interrupt. Else None.
         self.decided: list[Reduction] | None = None
 
@@ -67,6 +66,12 @@ class GradientReducer:
     def undelivered(self) -> list[tuple[Unit, Reduction]]:
         """The reductions of steps that have not ended, with their units."""
         return [(unit, reduction) for reference, reduction in self._reduced if (unit := reference()) is not None]
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Numbers of the units with gradients that are kept, deferred, or reduced but not in `.grad` yet."""
+        kept = {number for number, unit in self._keeping.items() if any(group.grads.are_left for group in unit.groups)}
+        return kept | {unit.number for unit, reduction in self.undelivered if not reduction.committed}
 
     def reduce(self, unit: Unit, group: ParamGroup, grads: list[Tensor | None], *, last: bool = False) -> None:
         """Start to reduce the gradients of a group or, if its unit does not reduce in this backward, keep them on this rank.
@@ -83,10 +88,7 @@ class GradientReducer:
             self.in_flight.make_room(limit)
         if self._has_hooked:
             self._commit_early(limit - 1)
-        merged = grads
-        if group.grads.has_local:
-            merged = group.grads.merge(grads)
-            self.merged = self.merged or merged is not grads
+        merged = group.grads.merge(grads) if group.grads.has_local else grads
         defer = not unit.options.reduce.all_reduce if last else unit.options.defers
         reduction = Reduction(group, merged, unit.options.reduce, defer=defer)
         grads.clear()
@@ -108,9 +110,9 @@ class GradientReducer:
         work = communicator.send(
             communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish
         )
-        # The result of polling differs between ranks. Do not poll a reduce-scatter before an all-reduce over replicas: on the
-        # CPU the wait for the reduce-scatter starts the all-reduce. Do not poll any collective whose memory is allocated by
-        # another collective (symmetric memory).
+        # The result of polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on
+        # the CPU the wait for it starts the all-reduce. Do not poll any collective whose memory is allocated by another
+        # collective (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
         self.in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
         if reduction.factors.has_second_step:
@@ -166,7 +168,6 @@ class GradientReducer:
 
     def abort(self, units: Container[int]) -> None:
         """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
-        self.merged = False
         self._drop(units)
 
     def _drop(self, units: Container[int]) -> None:
@@ -194,15 +195,14 @@ class GradientReducer:
     def collect(self, touched: Sequence[Unit]) -> None:
         """Reduce what earlier backwards kept, and decide to set the gradients of units whose step this backward ends.
 
-        Waits for the reductions in flight only if a step ends. `touched`: units with gradients of this backward. What is kept
-        in units of the same models whose step ends is reduced. If ranks kept gradients of different units, they diverge here.
+        Waits for all reductions in flight if a step ends, else for those with hooks. `touched`: units with gradients of this
+        backward. Reduces what any unit of their models kept, if its step ends; ranks that kept different units diverge here.
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
         due = [(unit, reduction) for unit, reduction in self.undelivered if unit.options.ends_step]
         self.take([reduction for _, reduction in due])
         if self._has_hooked:  # hooks may write to shards, which the next backward of the step may all-gather
-            self.in_flight.drain()  # so that deferred sums that these reductions add are complete, on the CPU
             self._commit_early(0)
         if due:
             sent = self.send_heartbeats(due)
@@ -210,13 +210,13 @@ class GradientReducer:
             self.decide([reduction for _, reduction in due], sent)
 
     def _kept_in(self, touched: Sequence[Unit]) -> list[tuple[Unit, ParamGroup]]:
-        """Return the groups that have gradients of earlier backwards and whose step ends with `touched`, oldest unit first."""
+        """Return the groups with kept gradients of units that end their step, in the models of `touched`; oldest unit first."""
         if not self._keeping:
             return []
         trees = {unit.outermost for unit in touched} - {None}
         found: list[tuple[Unit, ParamGroup]] = []
         for number, unit in sorted(self._keeping.items()):
-            if not any(group.grads.are_left for group in unit.groups):  # an earlier backward reduced them
+            if not any(group.grads.are_left for group in unit.groups):  # they were reduced since
                 del self._keeping[number]
                 continue
             options = unit.options
@@ -244,12 +244,12 @@ class GradientReducer:
         )
 
     def decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Decide to set gradients: of parameters that any rank used; without a heartbeat, of all trainable ones.
+        """Decide to set gradients: of parameters that any rank used; of all trainable ones if no heartbeat had to be read.
 
         An interrupt does not undo it. Raises StateError if ranks diverged; an accelerator may show that in a later step only.
         """
         self.heartbeats.read_sent(sent)
-        used: dict[int, list[bool]] = {}  # by id of the reduction: whether any rank used each parameter, where it matters
+        used: dict[int, list[bool]] = {}  # by id of the reduction, if a heartbeat was read: did any rank use each parameter
         for beat, work in sent:
             if beat.must_be_read:
                 if self._communicator.capturing:
@@ -271,16 +271,15 @@ class GradientReducer:
             if reduction.prepare_commit(anywhere):
                 decided.append(reduction)
         self.heartbeats.release(sent)
-        self.decided, self.merged = decided, False
+        self.decided = decided
 
     # --- `.grad` ---
 
     def assign_grads(self) -> None:
         """Set the gradients that `decide` chose: all of them or none. See `commit_all`."""
-        decided = self.decided
-        if decided is not None:
+        if self.decided is not None:
             try:
-                commit_all(decided)
+                commit_all(self.decided)
             finally:
                 self.decided = None
 

@@ -51,7 +51,7 @@ class ReductionFactors:
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
         divided before and after, by about the square root of the divisor each. The first is a power of two, so that normal
-        numbers lose no bits; FSDP2's first one also divides the number of ranks, so results may round differently.
+        numbers lose no bits; FSDP2 stops doubling once it does not divide the number of ranks, so results may round otherwise.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide
@@ -100,7 +100,7 @@ class Reduction:
         ready: whether `.grad` can be set without a wait on the host; never with CPU offload.
         committed: whether its commit, which sets `.grad`, is decided or done.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
-        used: for each parameter, whether this rank has a gradient, now or in the deferred sum; with a hook, all trainable ones.
+        used: per parameter, whether this rank has a gradient, now or in the deferred sum; with `factors.hook`, all trainable.
     """
 
     def __init__(
@@ -214,7 +214,8 @@ class Reduction:
     def finish(self) -> None:
         """Finish the reduction over shards, on its stream: add a deferred sum, and cast if no further step follows."""
         if self._earlier is not None:
-            # The earlier one came first on this stream (on the CPU, in the waits), so its sum is complete.
+            if self.reduced_shard.device.type == "cpu":  # else the earlier one came first on this stream
+                self._earlier[2].wait()
             self.reduced_shard.add_(self._earlier[0])
         if self.factors.has_second_step or self.factors.deferred:
             return
@@ -252,7 +253,7 @@ class Reduction:
     def note_started(self, work: Work) -> None:
         """Record `work`, the last work of this reduction. If replicas are deferred, the next reduction adds this one."""
         self._work = work
-        self.group.grads.deferred = (self.reduced_shard, self.used) if self.factors.deferred else None
+        self.group.grads.deferred = (self.reduced_shard, self.used, work) if self.factors.deferred else None
 
     def release_inputs(self) -> None:
         """Release the reduce-scatter inputs. Call this after the compute stream waited for the reduce-scatter."""
@@ -269,7 +270,7 @@ class Reduction:
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        With `collectives_on_host`, a `reduced` one was waited for. Else the stream that is current now must wait, at each call.
+        With `collectives_on_host`, `reduced` means that it was waited for. Else the current stream must wait, at each call.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:
@@ -325,7 +326,7 @@ class Reduction:
         if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
             total.add_(flat)
             return
-        group.parts = None  # the user set other gradients
+        group.parts = None  # the gradients that exist are not parts of one flat gradient
         for parameter, view in zip(group.parameters, group.reduction.views):
             new, grad = parameter.dtensor_like_shard(flat.as_strided(*view)), parameter.sharded.grad
             if grad is None:
@@ -464,8 +465,8 @@ def pack(
 ) -> list[tuple[Tensor, Tensor]]:
     """Make the inputs of packed gradients (copied and cast) and of direct ones (copied only if need be), scaled by `factor`.
 
-    `memory` allocates the packed input (None: torch does), unless it is the output itself (`in_place`), in a group of one rank.
-    Return the input, (ranks * size,), and its output, (size,), a part of `total`, of each tensor that is reduced.
+    `memory` allocates the packed input (None: torch does), except with `in_place` (one rank), where the output is that input.
+    Return, for each tensor that is reduced, its input, (ranks * size,), and its output, (size,), a part of `total`.
     """
     layout, device = plan.layout, total.device
     messages: list[tuple[Tensor, Tensor]] = []

@@ -249,7 +249,7 @@ class Runtime:
             # Messages are allocated on the stream of forward, which is the current one here. The end of backward runs on the
             # stream of backward()'s caller, and reads and frees them there. Then the stream of forward waits for the caller's.
             end = partial(_torch.then_order, _torch.current_stream(device), end)
-        self.backward.undelivered = {unit.number for unit, reduction in self.reducer.undelivered if not reduction.committed}
+        self.backward.unfinished = self.reducer.unfinished
         self.backward.begin(end)
         self.scheduler.begin_backward()
 
@@ -360,8 +360,8 @@ class Runtime:
         reached = [*self.backward.units.values(), *self._broken_units()]
         below = units_below(root for unit in reached for root in unit.modules)
         step = [unit for unit in dict.fromkeys([*reached, *below]) if unit.runtime is self]
-        kept = self.reducer.merged or any(
-            unit.number in self.backward.undelivered or any(group.grads.are_left for group in unit.groups) for unit in step
+        kept = any(
+            unit.number in self.backward.unfinished or any(group.grads.are_left for group in unit.groups) for unit in step
         )
         also = ", together with the gradients that earlier backwards of the step kept or reduced" if kept else ""
         warnings.warn(
@@ -431,12 +431,11 @@ class RunningBackward:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._end: weakref.ref[Callable[[], None]] | None = None
-
         self.underway = False  # it has begun and not ended, even if it raised
         self.raised = False  # it will never end
         self.collects = False  # it is known to give parameters gradients: units that it enters from then on are reduced
         self.units: dict[int, Unit] = {}  # the units that it entered, by number
-        self.undelivered: set[int] = set()  # numbers of units whose reduced gradients were not in `.grad` when it began
+        self.unfinished: set[int] = set()  # `GradientReducer.unfinished` when it began
         self.passed: set[int] = set()  # the numbers of those of which no parameter gets a gradient
 
     def begin(self, leave: Callable[[], None]) -> None:

@@ -34,15 +34,15 @@ class Move(enum.Enum):
     WAIT = "wait"  # order the compute stream behind the all-gather
     SAVE_SUBGROUP_SHARD = "save_subgroup_shard"  # copy the part that this rank keeps if `reshard_after_forward` is an int
     RESHARD = "reshard"  # free the unsharded parameters
-    REDUCE = "reduce"  # hand their gradients to the reducer, which reduces or keeps them
+    REDUCE = "reduce"  # hand the unit's gradients to the reducer, which reduces or keeps them
     PASS_BY = "pass_by"  # log a backward that gives no parameter of the unit a gradient, as autograd.grad(loss, x)
 
 
-Action: TypeAlias = tuple[Move, int]  # and the number of the unit
+Action: TypeAlias = tuple[Move, int]  # the move, and the number of the unit that it acts on
 
 
 class ForwardCall(NamedTuple):
-    """One forward of a unit, as an interval on the scheduler's clock, which ticks when any unit's forward starts or ends."""
+    """One forward of a unit, or one use of its parameters outside of forward, as an interval on the scheduler's clock."""
 
     unit: int
     start: int
@@ -67,7 +67,7 @@ class UnitRecord:
     is_attached: Callable[[], bool]  # whether it is in its place in the model, equal on all ranks; only then it is prefetched
     nbytes: int = 0  # of the unsharded parameters
 
-    # Units to prefetch as the user set them, whatever `prefetch_bytes`; None: those that the last such run needed next.
+    # Units to prefetch that the user chose; `prefetch_bytes` does not limit these. None: follow the order of earlier runs.
     next_forward: tuple[int, ...] | None = None
     next_backward: tuple[int, ...] | None = None
 
@@ -75,7 +75,7 @@ class UnitRecord:
     unsharded_by_user: bool = False
     residency: Residency = Residency.SHARDED
 
-    # Calls whose backward may still come, by the order of events alone. Equal on every rank, so it may decide about
+    # Calls whose backward may still come, judged by the order of events. Equal on every rank, so it may decide about
     # collectives.
     pending_backwards: int = 0
 
@@ -95,7 +95,7 @@ class UnitRecord:
     had_grad: bool = False
     passed: bool = False  # no parameter gets a gradient in the running backward, which has entered the unit
 
-    # `Scheduler.phase` of a backward with create_graph=True, whose graph needs the parameters until the next one ends; else -1.
+    # `Scheduler.phase` of a create_graph=True backward, whose graph needs the parameters until the next backward ends; else -1.
     create_graph_phase: int = -1
 
     @property
@@ -154,7 +154,7 @@ class Stats:
         gathers: all-gathers of units.
         prefetched: all-gathers that were started ahead.
         unused: prefetched all-gathers that nothing used.
-        missed: all-gathers that were not started ahead since the units ran in another order than before.
+        missed: all-gathers that were not started ahead because the units ran in another order than before.
     """
 
     gathers: int = 0
@@ -169,8 +169,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or successive outermost
-    forwards. These end with one in which several units ran, before their first unit begins again, or when a backward ends.
+    One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or several outermost forwards
+    in succession, up to one in which several units ran, the next start of their first unit, or the end of a backward.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -182,7 +182,7 @@ class Scheduler:
     """
 
     def __init__(self) -> None:
-        self.clock = 0  # ticks when a forward starts or ends
+        self.clock = 0  # ticks when a forward, or a use of parameters outside of forward, starts or ends
         self.running: list[ForwardCall] = []  # forwards in progress, outermost first; until they end, `end` is `start`
         self.stats = Stats()
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
@@ -202,7 +202,7 @@ class Scheduler:
         self._begun: set[int] = set()
         self._latest = -1
         self._has_begun_backward = False
-        self._recomputing: list[int] = []  # units whose forward runs inside it, for activation checkpointing
+        self._recomputing: list[int] = []  # units whose forward runs inside the running backward, for activation checkpointing
 
     # --- units ---
 
@@ -284,7 +284,7 @@ class Scheduler:
 
         Args:
             unit: the unit whose innermost call ends. If other modules of the unit follow, the result has the call so far.
-            grad: True if it ran in grad mode and did not raise, whether outputs require grad or not: that may differ on ranks.
+            grad: True if it ran in grad mode and did not raise, whether or not outputs require grad.
             part: the module that ends its forward, if the unit has several.
         """
         self.clock += 1
@@ -457,7 +457,7 @@ class Scheduler:
     def _reduce_done(self, *, beyond: int, even_if_pending: bool = False) -> list[Action]:
         """Reduce and reshard the entered units all of whose calls started after `beyond`.
 
-        But not those recomputed now or, unless `even_if_pending`, with a pending backward.
+        Leaves out units that are being recomputed and, unless `even_if_pending`, units with a pending backward.
         """
         actions: list[Action] = []
         for unit, start in list(self._entered.items()):
@@ -493,7 +493,7 @@ class Scheduler:
     ) -> list[Action]:
         """Unshard the unit that computes next (`itself`), and start unsharding the units after it (`ahead`).
 
-        `call`: the one whose backward or recomputation it is; None in forward.
+        `call`: the call whose backward or recomputation begins; None in forward.
         """
         is_backward = call is not None
         order = self.backward_order if is_backward else self.forward_order
@@ -503,8 +503,8 @@ class Scheduler:
         if ahead:
             expected = order.expect(record.number, 1 if budget is None else _MAX_PREFETCHED)
             if call is not None and not expected:
-                # No order is known, or the backward has left it: take the latest pending call before this one, in the same
-                # outermost forward, since calls of others may be of models that some ranks deleted.
+                # The order is unknown, was left, or ends here: take the latest pending call before this one, but only of this
+                # outermost forward, since the calls of others may be of models that some ranks deleted.
                 begin, pending = self.start_of_outermost(call), reversed(self._pending.values())
                 expected = next(([other.unit] for other in pending if begin < other.start < call.start), [])
             following = expected if by_user is None else by_user
@@ -601,7 +601,7 @@ class Scheduler:
     # --- recovery ---
 
     def discard(self, unit: int) -> None:
-        """Mark a unit sharded after its unsharded parameters were dropped, as after an action on it that raised."""
+        """Mark a unit sharded, as its unsharded parameters are dropped, for example after an action on it that raised."""
         record = self._records[unit]
         record.residency, record.unsharded_by_user, record.create_graph_phase = Residency.SHARDED, False, -1
         self.prefetched.pop(unit, None)

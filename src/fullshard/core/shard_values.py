@@ -96,7 +96,7 @@ def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype
     """Return a loaded value as a DTensor that can be copied into the shard; values of other shapes or placements unchanged.
 
     A DTensor on a mesh of the same ranks with other dim names gets the mesh of the parameter, since DTensor refuses operators
-    across such meshes. `dtype`: of the result for an unsharded tensor; None for that of the tensor.
+    across such meshes. `dtype`: of the result for a plain tensor; None keeps that of the tensor.
     """
     sharding = parameter.sharding
     if value.shape != parameter.shape:
@@ -123,8 +123,8 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
 def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
 
-    The result has memory of its own, on the device of the shard. `sharded`: the parameter, or its gradient. The user may have
-    sharded a gradient in another way.
+    The result has memory of its own: on the device of the shard, or of the mesh if a gradient was sharded in another way than
+    its parameter, with tensor parallelism. `sharded`: the parameter, or its gradient.
     """
     local, axis = _torch.local_tensor(sharded).detach(), sharding.axis
     alike = sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements

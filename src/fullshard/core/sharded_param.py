@@ -31,7 +31,7 @@ class BackReference(weakref.ref["ShardedParameter"]):
 
 
 def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
-    """Return the back-reference of each tensor to its ShardedParameter, or None. A group that is built again replaces them."""
+    """Return the back-reference of each tensor, or None. New groups set new ones: their identity shows that a group is new."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
@@ -46,7 +46,7 @@ class _Replacements:
 
 
 def set_replacement(old: Tensor, by: nn.Parameter) -> None:
-    """Record that `by` replaces `old`, so that optimizers and lists over `old` are understood as over `by`."""
+    """Record that `by` replaces `old`: optimizers and lists of parameters that hold `old` are treated as if they held `by`."""
     if _Replacements.by_old.get(old) is not by:
         _Replacements.generation += 1
         _Replacements.by_old[old] = by
@@ -80,7 +80,7 @@ _COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: an empty DT
 def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
     """Return a DTensor like `tensor` that shares a version counter with all others of its device that got these `counters`.
 
-    One read then shows whether an operator of DTensor wrote any of them, or the result of a `detach()`, as in a state dict.
+    One read then shows whether an operator of DTensor wrote one of them or, as in a state dict, the `detach()` of one.
     """
     if tensor.is_inference():
         return tensor  # without a counter
@@ -93,7 +93,7 @@ def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
 
 
 def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return tensors with the version counters of these sharded parameters, and whether none of them is such a parameter."""
+    """Return a tensor for each version counter of these sharded parameters, and whether none has a counter of its own."""
     found = [(tensor, tensor.__dict__.get(_COUNTER, tensor)) for tensor in sharded]
     counters = {id(counter): counter for _, counter in found}
     return list(counters.values()), all(counter is not tensor for tensor, counter in found)
@@ -204,7 +204,7 @@ class ShardedParameter:
     # --- the sharded parameter ---
 
     def bind_to_flat_shard(self, local: Tensor) -> None:
-        """Make `local`, a part of a flat shard that already has the values, the local tensor of the sharded parameter."""
+        """Give the sharded parameter the local tensor `local`, a part of a flat shard that already has the values."""
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
         self.local = local
@@ -216,7 +216,7 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
-        if self.grad_dtype.explicit:  # the swap discarded it
+        if self.grad_dtype.explicit:  # a swap, if there was one, discarded that of the tensor
             _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
         self.sharded.__dict__[LOGICAL] = BackReference(self)
 

@@ -29,7 +29,7 @@ OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, a view of one, or an empty tensor like one. Other results, as `detach()` of the first, are DTensors.
+    """A sharded parameter, a view of one, or an empty tensor like one. All other results (`p + q`, `p.detach()`) are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
@@ -57,7 +57,7 @@ class ShardedDTensor(DTensor):
             if not known or isinstance(error, StateError):
                 raise
             raise StateError(f"{func} {_reason(error, _names(known))}") from error
-        for logical in written:  # foreach operations and writes through `.data` increase no version counter
+        for logical in written:  # foreach operations and writes through `.data` move no version counter that is read
             logical.note_write()
         if _torch.writes(func):
             return _to_given(made, given)
@@ -110,8 +110,8 @@ class ShardedDTensor(DTensor):
         return super().register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> Any:
-        """Return a DTensor; a ShardedDTensor of a view, or if the constructor of nn.Parameter is the caller."""
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # else `detach` raises
+        """Return a DTensor. If this is a view, or the constructor of nn.Parameter is the caller, return a ShardedDTensor."""
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # it raises in inference mode
             made: Any = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # nn.Parameter() requires that `detach` keeps the class
             made.__class__ = ShardedDTensor
@@ -145,7 +145,7 @@ class ShardedDTensor(DTensor):
 
 
 def as_parameter(tensor: DTensor, requires_grad: bool) -> nn.Parameter:
-    """Turn `tensor`, which nothing else references, into a sharded parameter."""
+    """Turn `tensor` itself into a sharded parameter, without a copy: what refers to it refers to the parameter."""
     made: Any = _torch.turned_into_parameter(tensor, requires_grad)
     if _torch.HONOURS_SUBCLASSES:
         made.__class__ = ShardedDTensor  # as torch.utils.swap_tensors does

@@ -41,7 +41,7 @@ UNIT_CREATED: list[Callable[[Unit, Originals | None], None]] = []
 """Called with each new unit and its originals, or None for originals if the unit is a copy."""
 
 ALLOCATION: list[Callable[[Unit], Callable[[], None]]] = []
-"""Called with a unit before `to_empty()` allocates memory for one of its modules. Each function returned is called after it."""
+"""Called with a unit before `to_empty()` allocates memory for one of its modules; what it returns is called afterwards."""
 
 BEFORE_STATE_DICT: list[Callable[[Unit], None]] = []
 """Called with each unit before `state_dict()` lists its parameters, on the thread of the unit only."""
@@ -91,8 +91,8 @@ class Unit:
         # and the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
-        # Of the last forward: whether it moved its inputs. Of the last with grad that did not raise: whether an output had a
-        # graph. Of the last complete one: the units that it entered (True) or left (False), in order, this one included.
+        # Whether the last forward moved its inputs. Whether an output of the last forward with grad that did not raise had a
+        # graph. The units that the last complete forward entered (True) or left (False), in order, this unit included.
         self.moves_inputs = False
         self.output_has_graph: bool | None = None
         self.last_order: Sequence[tuple[int, bool]] = ()
@@ -100,7 +100,7 @@ class Unit:
         # Version and address of each unsharded parameter when the user got it. A change of either is a write.
         self.exposed: dict[ShardedParameter, tuple[int, int]] = {}
         self.first_use: list[FirstUse] = []  # checks that the next forward runs before it unshards, in order
-        self.gathers_decided = False  # else `decide_gathers` is due: the groups are new, or a `grad_dtype` changed
+        self.gathers_decided = False  # False: `decide_gathers` is due, as the groups are new or a `grad_dtype` changed
         self.names_units = False  # an outermost forward of this unit has named the units below by their path
         self.refused = ""  # why no forward may begin, with a remedy; "" if one may
         self.undone = False  # taken off its modules
@@ -203,7 +203,7 @@ class Unit:
         if failed and not recomputes:
             self._report_exception()
         key, traced = id(module), 0
-        for at in range(len(self.forwards) - 1, -1, -1):  # and drop forwards inside it that never ended
+        for at in range(len(self.forwards) - 1, -1, -1):  # end this one, and drop forwards inside it that never ended
             if self.forwards[at][0] == key:
                 traced = self.forwards[at][1]
                 del self.forwards[at:]
@@ -298,7 +298,7 @@ class Unit:
     def hook_late_grads(self) -> None:
         """Hook the unsharded parameters, for gradients that pass no hook on a graph.
 
-        Such gradients come from a second backward through the graph of the first, or from a returned parameter in the loss.
+        Such gradients come from a second backward through one graph, or from a parameter that forward returned to the loss.
         """
         for parameter in self.parameters:
             full = parameter.unsharded
@@ -408,7 +408,7 @@ class Unit:
         for group in self.groups:
             group.count_anew()
 
-    # --- public calls; one that may be illegal now checks first whether it is ---
+    # --- public calls; those that are not legal at all times check that first ---
     # Callers obtain the unit from `require_unit` or `units_of`, which reset what an interrupt left.
 
     def unshard(self) -> None:
@@ -490,8 +490,8 @@ class Unit:
         if any(group.grads.has_local for group in self.groups):
             own = some_of([parameter.name for parameter in self.parameters if parameter.local_grad is not None])
             raise StateError(
-                f"{doing} was called while gradients of unit '{self.name}' are accumulated but not reduced, on this rank of "
-                f"{own or 'no parameter'}. {self.options.remedy}"
+                f"{doing} was called while gradients of unit '{self.name}' are accumulated but not reduced (on this rank: of "
+                f"{own or 'no parameter'}). {self.options.remedy}"
             )
 
     def agreement(self, doing: str) -> Agreement:
@@ -519,8 +519,8 @@ class Unit:
     def reconfigure(self, *, doing: str, **changes: object) -> None:
         """Change options that the groups depend on, and build the groups again. Gradients kept by `accumulate()` stay.
 
-        Call `check_rebuildable` of all units before the first one changes. If ranks build different groups, their logs differ
-        from the next all-gather on: all ranks raise there or, without tags (nccl), by the heartbeat. Raises as it does.
+        Call `check_rebuildable` of all units before the first one changes; this repeats it. If ranks build different groups,
+        their logs differ from the next all-gather on: all ranks raise there or, without tags (nccl), by the heartbeat.
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)

@@ -33,7 +33,7 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars bypass that: divide them by the number of ranks.
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars bypass it, and are divided by the number of ranks.
     custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
@@ -50,8 +50,8 @@ _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 class UnitOptions:
     """The resolved options of one unit."""
 
-    # Read at each hook on modules and on the autograd graph, and at the end of a backward. `Unit.configure` changes them, from
-    # the next of these on.
+    # Read by each hook (of modules and of autograd graphs) and by the end of a backward. After `Unit.configure` the next of
+    # these reads the new values.
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
@@ -65,14 +65,14 @@ class UnitOptions:
     # enough only for what is read at each use:
     mp: MixedPrecisionPolicy  # hooks read `cast_forward_inputs` and `output_dtype` each time, so `configure` can change these
     comm: CommPolicy  # the groups copy `direct_min_bytes` and `collectives`; `lanes` is fixed; `configure` changes the others
-    checks: CheckPolicy  # `configure` can change it; `patience` and `timeout` then take `Runtime.update_timeouts` as well
+    checks: CheckPolicy  # `configure` can change it; after a change of `patience` or `timeout` call `Runtime.update_timeouts`
     offload: OffloadPolicy = _NO_OFFLOAD
     subgroup_size: int | None = None  # number of ranks that together keep one copy between forward and backward
     separate_reduce: bool = False  # reduce-scatter on a process group of its own
     gather_adapter: Adapter | None = None  # replaces the collectives of all-gathers
     reduce_adapter: Adapter | None = None  # replaces the collectives of reduce-scatters
 
-    keep_memory: bool = False  # of unsharded parameters, at one address; the groups and their buffers copy this
+    keep_memory: bool = False  # of unsharded parameters, at one address; change it by `configure` and `ParamGroup.keep_memory`
     sync: str = "check"  # fixed: read when the module is sharded, and in the first forward
 
     # From the options above.

@@ -32,7 +32,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def recovered(unit: Unit) -> Unit:
-    """Return `unit`. If an interrupt (Ctrl-C) broke off a hook or a wait, reset the runtime of the unit first."""
+    """Return `unit`. If an interrupt (Ctrl-C) broke off a hook, a backward's end or a wait, reset the runtime first."""
     if unit.runtime.communicator.interrupted:
         unit.runtime.recover()
     return unit

@@ -26,7 +26,7 @@ class GroupCollectives:
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
     replicate: ObservedCollectives | None  # over the replicas; None without them
-    whole: ObservedCollectives  # all-gather over all ranks that hold shards: `gather`, or under HFSDP one in place of two hops
+    whole: ObservedCollectives  # all-gather over all ranks that hold shards: `gather`, but under HFSDP one hop in place of two
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
 
@@ -207,7 +207,7 @@ class FlatBuffer(UnshardedBuffer):
     Without a cast, the input of the all-gather is the shard itself or, with CPU offload, its copy on the device.
 
     The storage has memory between `allocate` and `free`, which resize it. `views` and the unsharded Parameters on it outlive
-    that, since autograd saves them in forward and reads them in backward. A failed all-gather or new groups replace them.
+    `free`, since autograd saves them in forward and reads them in backward. A failed all-gather or new groups replace them.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class FlatBuffer(UnshardedBuffer):
 
     @property
     def allocated(self) -> int:
-        """Bytes of the buffer and of the staging buffers that are allocated."""
+        """Bytes of the buffer, the staging buffers and this rank's subgroup shard that are allocated."""
         part = self._subgroup_shard
         return super().allocated + (0 if part is None else part.nbytes)
 

@@ -38,7 +38,7 @@ def undo(module: M) -> M:
         `module`, with the class it had before `fully_shard`.
 
     Raises:
-        StateError: inside a forward, backward or resident(), or while gradients are accumulated on each rank only. Nothing has
+        StateError: inside a forward, backward or resident(), or while gradients are accumulated but not reduced. Nothing has
             changed then.
 
     Example:

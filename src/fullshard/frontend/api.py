@@ -75,7 +75,7 @@ def fully_shard(  # type: ignore[misc]
     while this one computes, and free the unsharded parameters afterwards. Backward reduce-scatters the gradients and sets
     `.grad` to DTensors, averaged over the mesh.
 
-    A parameter that is tied to one of a unit inside of `module` belongs to the new unit, which is around both. If two modules
+    If `module` shares a parameter with a unit inside of it, the new unit, which is around both, takes it over. If two modules
     share a parameter and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made
     top-down, an inner module takes the parameters that are used only inside it from the unit around it.
 
@@ -100,7 +100,7 @@ def fully_shard(  # type: ignore[misc]
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters to leave alone: not sharded, not moved, and their gradients not reduced.
         dp_mesh_dims: `DataParallelMeshDims`, names of the data-parallel dims of `mesh`. Then `mesh` is the full mesh of the
-            program, and all parameters must be DTensors on it.
+            program, and parameters with dims must be DTensors on it, or annotated for it by spmd_types.
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
         sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
@@ -117,7 +117,7 @@ def fully_shard(  # type: ignore[misc]
 
     Raises:
         ValueError: for a container without forward, a module sharded already, a tensor on another accelerator, a tie between
-            units that are not nested, an impossible mesh or placement, or a wrong option. Raised before anything has changed.
+            units that are not nested, an impossible mesh or placement, or a wrong option. `module` is unchanged then.
         StateError: if the owner of a tied parameter is inside a step, or its gradients are reduced but not in `.grad` yet.
 
     Example:
@@ -243,8 +243,8 @@ class PreparedShard:
     def check(self) -> tuple[ManagedTensors, Ties, list[ParamRef]]:
         """Return the tensors to manage, the ties to other units, and the parameters to shard, or raise. Collective.
 
-        The errors are those of `fully_shard` about the module. It may create process groups, and reshards other units that own
-        some of the parameters. It changes nothing else.
+        The errors are those of `fully_shard` about the module. The check may create process groups, and reshards other units
+        that own some of the parameters. It changes nothing else.
         """
         axis, options = self._axis, self._options
         managed = collect(
@@ -267,7 +267,7 @@ class PreparedShard:
         return managed, ties, refs
 
     def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
-        """Give all ranks the first rank's values, or raise ValueError on all if only some have a tensor on meta. Collective."""
+        """Give all ranks the first rank's values. ValueError on a mesh if only part of it has a tensor on meta. Collective."""
         axis = self._axis
         self.runtime.update_timeouts(self._options.checks)
         classes = [type(module).__name__ for module in self.modules]

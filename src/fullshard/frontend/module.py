@@ -134,7 +134,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the backwards from now on, of all units at and below this module, are the last ones of their steps.
 
-        At its end, a backward other than the last waits for reductions only if parameters have gradient hooks. The last one
+        At its end, a backward other than the last waits only for reductions of parameters with gradient hooks. The last one
         waits for all reductions in flight and sets `.grad`.
 
         Args:

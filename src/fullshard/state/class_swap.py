@@ -1,4 +1,4 @@
-"""Classes of sharded modules; units on modules; snapshots of a sharded model, for copies and pickles."""
+"""Sharded classes of modules; installation of units on modules; snapshots of a sharded model, for copies and pickles."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ class Ties:
         return [parameter for parameter, _ in self.taken]
 
     def install(self) -> None:
-        """Register each of these parameters, sharded already, on the modules of the new unit that share it."""
+        """Register each sharded parameter of `refs` in the slots that it has in the modules of the new unit."""
         for ref, parameter in self.refs:
             parameter.install_in(ref.slots)
 
 
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
-    """Return the plan for parameters in `managed` that other units own. First put the sharded ones on those units' modules.
+    """Return the plan for parameters in `managed` that other units own, after `ensure_sharded` of these units.
 
     Raises ValueError if neither the new unit nor the owner is around the other, StateError inside a step of the owner.
     """
@@ -59,7 +59,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
             )
         elif all(id(module) in around for module in modules):
             # Calls made top-down: the new unit takes parameters that are used only inside of it. Others stay with the outer
-            # unit, which is unsharded whenever the new one runs.
+            # unit, which must be running when the new one runs.
             if all(i.module is not None and id(i.module) in inside for i in parameter.slots):
                 ties.taken.append((parameter, owner))
         else:
