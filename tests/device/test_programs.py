@@ -134,6 +134,8 @@ HIDDEN = {  # behind others, as tests/races/test_planted.py says of each; the la
     ("core/runtime.py _end_unit (wait)", EVENT),
     ("core/reducer.py poll (wait)", EVENT),
     ("optim/owner_exchange.py _share (wait)", EVENT),  # the ranks agree behind it, over the same process group
+    ("core/agreement.py barrier (wait)", EVENT),  # a second time, behind the wait in `send`
+    ("core/agreement.py barrier (wait)", HOST),  # of the caller, for other ranks; it reads no memory
 }
 
 
