@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeAlias
 from uuid import uuid4
 
 import torch
@@ -24,6 +25,9 @@ from fullshard.weights.key_map import KeyMap, MappedTensor, cast_dtype, map_keys
 from fullshard.weights.saving import save_weights
 from fullshard.weights.streaming import To, is_receiver, stream, written_count
 from fullshard.weights.targets import ModelEntry, ModelTensors, from_first_rank, tensors_of, with_values
+
+# The tensors of the model, the memory for them by name, and (memory, shard) to copy.
+_Prepared: TypeAlias = tuple[ModelTensors, dict[str, Tensor], list[tuple[Tensor, Tensor]]]
 
 
 @dataclass(eq=False)
@@ -188,19 +192,14 @@ class Publication:
         doing = f"seal({step!r})"
         group = self._known.agreement(doing)
 
-        def prepare() -> tuple[ModelTensors, dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+        def prepare() -> _Prepared:
             check_int("step", step, least=0)
             now = self._now(self._model, doing)
             if _described(now) != self._described:
                 raise StateError(f"{doing}: tensors of the model were added, removed or changed since publish(). Publish anew.")
             return now, *self._allocated(now)
 
-        now, values, copies = group.run(prepare)
-        if (name := self._written_on_some(group, now)) is not None:
-            raise StateError(
-                f"{doing}: '{name}' or a parameter of its group was written since the last version, or publish(), on some "
-                "ranks only: their weights are of different steps. Step on all ranks, then seal."
-            )
+        now, values, copies = self._agreed(group, doing, prepare)
         if self._is_full:  # the memory of the oldest version is overwritten now
             self._versions.popleft().tensors = None
         group.run(lambda: torch._foreach_copy_([copy for copy, _ in copies], [local for _, local in copies]))
@@ -442,17 +441,39 @@ class Publication:
                 places[name] = stacks.setdefault(stack, len(stacks)), index
         return {name: mapped[name] for name in sorted(mapped, key=places.__getitem__)}
 
-    def _written_on_some(self, group: Agreement, now: ModelTensors) -> str | None:
-        """Return the name of a parameter that only some ranks wrote since the last version; None if there is none. Collective.
+    def _agreed(self, group: Agreement, doing: str, prepare: Callable[[], _Prepared]) -> _Prepared:
+        """Call `prepare`. Raise on all ranks if it fails on one, or only some ranks wrote a parameter since the last version.
 
-        Writes are counted by parameter group. A rank that has no elements of one of its parameters need not write.
+        Collective: one message if all is well. Writes are counted by parameter group; a rank that has no elements of one of its
+        parameters need not write.
         """
-        empty = {id(one.parameter.group()) for one in now.entries if one.parameter is not None and not one.local.numel()}
-        counts = [one.parameter is not None and id(one.parameter.group()) not in empty for one in now.entries]
-        written = [written_count(one) != self._written[one.target.name] for one in now.entries]
-        rows, present = (torch.tensor(one, dtype=torch.uint8).to(group.device) for one in (written, counts))
-        at = group.first_unequal(rows.view(-1, 1), present)
-        return None if at is None else now.entries[at].names[0]
+        failure, known = None, self._known.entries
+        # For the call, whether it failed; for each tensor, whether it was written. Then, whether that is compared.
+        rows = torch.zeros(2, 1 + len(known), dtype=torch.uint8)
+        rows[1, 0] = 1
+        try:
+            prepared = prepare()
+            entries = prepared[0].entries
+            empty = {id(one.parameter.group()) for one in entries if one.parameter is not None and not one.local.numel()}
+            rows[0, 1:] = torch.tensor([written_count(one) != self._written[one.target.name] for one in entries])
+            rows[1, 1:] = torch.tensor(
+                [one.parameter is not None and id(one.parameter.group()) not in empty for one in entries]
+            )
+        except Exception as caught:
+            failure = caught
+            rows[0, 0] = 1
+        rows = rows.to(group.device)
+        at = group.first_unequal(rows[0].view(-1, 1), rows[1])
+        if at == 0 or failure is not None:
+            first = group.first_failure(failure)
+            assert first is not None
+            raise first from failure
+        if at is not None:
+            raise StateError(
+                f"{doing}: '{known[at - 1].names[0]}' or a parameter of its group was written since the last version, or "
+                "publish(), on some ranks only: their weights are of different steps. Step on all ranks, then seal."
+            )
+        return prepared
 
     @property
     def _is_full(self) -> bool:

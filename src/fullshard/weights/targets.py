@@ -221,7 +221,7 @@ def _mesh_of_all(units: Sequence[Unit]) -> DeviceMesh | None:
     meshes = dict.fromkeys(one.mesh for one in every)
     most = max(meshes, key=lambda mesh: mesh.size(), default=None)
     for mesh in meshes:
-        if most is not None and not set(mesh.mesh.flatten().tolist()) <= set(most.mesh.flatten().tolist()):
+        if most is not None and mesh is not most and not set(mesh.mesh.flatten().tolist()) <= set(most.mesh.flatten().tolist()):
             raise StateError(
                 f"Parameters of this model are on {most} and on {mesh}, and neither mesh has all ranks of the other. Load or "
                 "save the modules of each mesh separately."
@@ -245,7 +245,7 @@ def _shard_map_of(sharding: ParamSharding, full_mesh: DeviceMesh, ranks: Sequenc
 
 def _axes_in(mesh: DeviceMesh, full_mesh: DeviceMesh) -> list[int]:
     """Return the dims of a smaller mesh as dims of the mesh with all ranks."""
-    if tuple(mesh.mesh.shape) == tuple(full_mesh.mesh.shape):
+    if mesh is full_mesh or tuple(mesh.mesh.shape) == tuple(full_mesh.mesh.shape):
         return list(range(mesh.ndim))
     names, known = mesh.mesh_dim_names or (), full_mesh.mesh_dim_names or ()
     if len(names) != mesh.ndim or not set(names) <= set(known):
