@@ -115,9 +115,13 @@ class Group:
 
     @property
     def is_training(self) -> bool:
-        """True if all ranks live, and made a step since the group was started."""
-        made = [steps[-1]["time"] > self.started_at for rank in range(RANKS) if (steps := self.steps(rank))]
-        return made == [True] * RANKS and all(process.is_alive() for process in self.processes)
+        """True if all ranks live, and made a step since the group was started that was not lost: they have the weights."""
+        made = [one for rank in range(RANKS) for one in self.steps(rank)[-1:] if not one["lost"]]
+        return (
+            len(made) == RANKS
+            and all(one["time"] > self.started_at for one in made)
+            and all(p.is_alive() for p in self.processes)
+        )
 
     def look(self) -> None:
         """Start the group anew if a rank is gone."""

@@ -257,7 +257,7 @@ class Streams:
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
         self.next_event: object = None  # a torch.Event of the user, which the next outermost forward or `unshard()` waits for
         self.capturing = False  # a step is captured in a graph
-        # True if an interrupt (Ctrl-C) broke off a hook, the end of a backward or a wait. The next of these, or call, resets.
+        # True if an interrupt (Ctrl-C) broke off a hook, the end of a backward or a wait. The next hook or public call resets.
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:

@@ -9,7 +9,7 @@ from math import inf, prod
 ALIGN_BYTES = 16
 KIB, MIB = 1 << 10, 1 << 20
 
-# A direct parameter has a collective of its own; packed parameters share one (see `DirectRule`).
+# A direct parameter has a message of its own; packed parameters share one (see `DirectRule`).
 MIN_CHUNK = 4 * KIB  # minimum bytes per rank of a parameter that `automatic` makes direct
 MIN_MESSAGE = 1 * MIB  # minimum bytes over all ranks of a parameter that `automatic` makes direct
 LARGE_MESSAGE = 8 * MIB  # bytes over all ranks from which a copy costs more than one more collective
@@ -33,13 +33,13 @@ def slice_limit(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DirectRule:
-    """Choose the direct parameters: each has a collective of its own, without a copy between shard and unsharded buffer.
+    """Choose the direct parameters: each has a message of its own, without a copy between shard and unsharded buffer.
 
     A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small. Only
     parameters that are sharded along dim 0, in chunks of a multiple of ALIGN_BYTES, may be direct.
 
-    With `automatic`, smaller parameters are direct as well, largest first, if they have at least MIN_CHUNK bytes per rank and
-    one of these holds:
+    With `automatic`, parameters below `min_chunk` are direct as well, largest first, if they have at least MIN_CHUNK bytes per
+    rank and one of these holds:
 
     - They have at least LARGE_MESSAGE bytes over all ranks, and are among the MAX_LARGE_DIRECT largest that may be direct.
     - They have at least MIN_MESSAGE bytes over all ranks, and the packed parameters would need more than `staging_limit`.
@@ -124,7 +124,7 @@ class ParamOffsets:
     dim: int  # the dim along which the parameter is sharded
     offset: int  # start of the chunk in the flat shard
     size: int  # elements of the chunk, padding included
-    direct: bool  # whether the parameter has a collective of its own
+    direct: bool  # whether the parameter has a message of its own
 
     @property
     def permuted(self) -> bool:
@@ -169,7 +169,7 @@ class Slice:
 
 
 def slices(sizes: Sequence[tuple[int, int]], *, ranks: int, limit: int) -> tuple[tuple[Slice, ...], ...]:
-    """Divide the chunks of parameters into messages of about equal size: at most ceil(limit / ranks) elements per rank.
+    """Divide the chunks of parameters into the fewest messages, of at most ceil(limit / ranks) elements per rank each.
 
     `sizes`: (parameter, elements of its chunk) for each parameter.
 
@@ -199,7 +199,7 @@ class ReductionLayout:
 
     packed: Bucket | None  # the packed gradients, one input of the first reduce-scatter call; None if there are none
     direct: tuple[int, ...]  # parameters whose gradients, as autograd computed them, are inputs of that call, each by itself
-    # the other direct parameters, which are uneven or whose gradients are cast: their slices in each reduce-scatter
+    # the other direct parameters (uneven, or cast): their slices in each reduce-scatter; empty unless `in_order`
     slices: tuple[tuple[Slice, ...], ...]
 
     @property
@@ -231,7 +231,7 @@ class GroupLayout:
 
     @property
     def packed(self) -> Bucket | None:
-        """The bucket of the parameters that share a collective; None if all parameters are direct."""
+        """The bucket of the parameters that share a message; None if all parameters are direct."""
         return next((bucket for bucket in self.buckets if not bucket.direct), None)
 
     def is_even(self, index: int) -> bool:
@@ -275,7 +275,7 @@ def plan_layout(
     """Lay out parameters of unsharded `shapes`, each with at least one dim. `dims`: the sharded dim of each; None for 0.
 
     `itemsize`: bytes of an element in the smaller of storage and compute dtype, in which offsets are multiples of 16 bytes.
-    `outer`: replicas that the first of two hops gathers over (HFSDP), else 1. The rule `direct` then applies to the second hop.
+    `outer`: number of replicas under HFSDP (hop 1 gathers over them, hop 2 over the shards; `direct` is for hop 2), else 1.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel

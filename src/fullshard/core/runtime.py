@@ -436,7 +436,7 @@ class RunningBackward:
         self.collects = False  # it is known to give parameters gradients: units that it enters from then on are reduced
         self.units: dict[int, Unit] = {}  # the units that it entered, by number
         self.unfinished: set[int] = set()  # `GradientReducer.unfinished` when it began
-        self.passed: set[int] = set()  # the numbers of those of which no parameter gets a gradient
+        self.passed: set[int] = set()  # numbers of the `units` of which no parameter gets a gradient
 
     def begin(self, leave: Callable[[], None]) -> None:
         """Begin a backward. The engine calls `leave` when it ends."""
@@ -452,7 +452,7 @@ class RunningBackward:
         """
         if self.underway and not self.raised and _torch.current_graph_task() == -1:
             limit = time.monotonic() + PATIENCE
-            while not self.raised:
+            while self.underway and not self.raised:
                 if time.monotonic() > limit:
                     names = ", ".join(f"'{unit.name}'" for unit in self.units.values())
                     raise StateError(

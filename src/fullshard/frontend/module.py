@@ -36,7 +36,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather and register the unsharded parameters, once. Collective if freed, or if shards were written.
+        """Wait for the all-gather and register its parameters, once. Collective if they were freed, or shards written, since.
 
         Raises:
             StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
@@ -84,9 +84,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     """Mixin of every module that `fully_shard` was called on. It is never instantiated directly.
 
     It has the methods of torch's FSDPModule, and is a subclass of it for `isinstance`. With `recurse=True` a setter applies
-    to all units at and below the module, with `recurse=False` to this unit only; the defaults are those of FSDP2. Setters
-    may be called at any time between steps. Flags are bools, numbers, or tensors of one element; anything else (None, "no")
-    raises ValueError.
+    to all units at and below the module, with `recurse=False` to this unit only; the defaults are those of FSDP2. Call
+    setters between steps, and those of microbatches between backwards. Flags are bools, numbers, or tensors of one element;
+    anything else (None, "no") raises ValueError.
 
     Source: `torch.distributed.fsdp.FSDPModule`.
     """
