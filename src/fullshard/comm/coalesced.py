@@ -48,7 +48,7 @@ class CoalescedCollectives:
         return lambda: _all_of([start() for start in each])
 
     def reduce_scatter(self, outs: Sequence[Tensor], fulls: Sequence[Tensor], scale: float) -> Started:
-        """Start a reduce-scatter; scale the sums afterwards unless the backend averages."""
+        """Start a reduce-scatter; scale the sums afterwards, unless `scale` is 1 or the backend's mean has this factor."""
         prepared = self.reducer(scale)
         if prepared is not None:
             return prepared(outs, fulls)

@@ -235,8 +235,8 @@ def nothing() -> None:
 class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
-    Collectives over replicas run on the all-reduce stream. Of the others, all-gathers and all-to-alls run on the all-gather
-    stream, the rest on the reduce-scatter stream. An `Agreement` runs all of its collectives on the reduce-scatter stream.
+    Collectives over replicas run on the all-reduce stream, but for `gathered()`. Of the others, all-gathers and all-to-alls
+    run on the all-gather stream, the rest on the reduce-scatter stream. An `Agreement` runs all on the reduce-scatter stream.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of a group that are kept between backwards, and whether ranks may compare if parameters have a `.grad`."""
+"""Gradients of a group that are kept between backwards, and whether the log may tell if a reduction adds to a `.grad`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GroupGradients:
     predicts the totals. Change all of them together. They take dtypes from the same `Dtypes`.
 
         backward that does not reduce --accumulate--> local_grad of each parameter --merge--> the next reduction
-        backward that defers the all-reduce over replicas --> `deferred` --> added by the next reduction
+        backward that defers the reduction over replicas --> `deferred` --> added by the next reduction
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
@@ -30,7 +30,7 @@ class GroupGradients:
         for parameter in parameters:  # an earlier group may have kept gradients in another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
-        # Of the last reduction, if its all-reduce over replicas is deferred: the sum over the shards, whether this rank had a
+        # Of the last reduction, if its second step is deferred: the sum over the shards, whether this rank had a
         # gradient of each parameter, and the work to wait for before the sum is read.
         self.deferred: tuple[Tensor, list[bool], Work] | None = None
         # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then does the

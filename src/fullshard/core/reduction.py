@@ -128,7 +128,7 @@ class Reduction:
         self._work: Work | None = None  # the last one: of the second step if there is one, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         self.used = [*map(operator.is_not, grads, repeat(None))]
-        # Sum and `used` of an earlier reduction that deferred its all-reduce over replicas, which are added to this one.
+        # Sum and `used` of an earlier reduction that deferred its second step, which are added to this one.
         self._earlier = group.grads.deferred
         if self.factors.hook is not None:  # replicas that only the hook knows may have used what no rank here used
             self.used = [now or one.requires_grad for now, one in zip(self.used, group.parameters)]
@@ -157,7 +157,7 @@ class Reduction:
         )
         # Flattened gradients that are sliced, by index of the parameter.
         self._flat_grads = _flat_gradients(group, grads) if group.reduction.slices else {}
-        # The result of the last collective of this reduction; HFSDP's second hop alone has an output of its own.
+        # The result of the last collective. Only HFSDP's reduce-scatter over replicas has an output other than `reduced_shard`.
         numel = group.shard_layout.shard_numel
         self._sum = self.reduced_shard if self.factors.replicas is None else group.new_sum(self.reduced_shard)
         # The flat gradient, (shard_layout.shard_numel,) in the grad dtype: the memory of `.grad`. It is the sum itself, unless
@@ -270,7 +270,7 @@ class Reduction:
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        With `collectives_on_host`, `reduced` means that it was waited for. Else the current stream must wait, at each call.
+        With `collectives_on_host`, a `reduced` gradient has been waited for. Else each call makes the current stream wait.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:
@@ -450,7 +450,7 @@ def _copy_blocks(grad: Tensor, place: ParamOffsets, out: Tensor) -> None:
     else:
         out.zero_()
         grad_parts, block_parts = dim_permutation(grad, out, place)
-        if block_parts:  # none in the second of two hops, on a rank without rows
+        if block_parts:  # a rank without rows has none, in HFSDP's reduce-scatter over replicas
             torch._foreach_copy_(block_parts, grad_parts)
 
 

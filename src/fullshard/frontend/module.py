@@ -127,7 +127,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Free this unit's unsharded parameters, and register the sharded ones on the modules. It is not recursive.
 
         Raises:
-            StateError: in the unit's forward or backward, in `full_params()`, or, once, if an unsharded parameter was written.
+            StateError: in forward, backward or `full_params()`, or at the first call after a write to an unsharded parameter.
         """
         require_unit(self).reshard()
 
@@ -184,7 +184,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: for another type, or a number that does not divide the size of the shard mesh dim.
+            ValueError: for another type, a number that does not divide the shard mesh dim, or a level that keeps parameters.
             StateError: if the subgroup size changes in a forward or backward, or while reduced gradients are not in `.grad`.
         """
         parsed = [
