@@ -50,7 +50,8 @@ def train(environment: dict[str, str], log: Path, steps: int) -> None:
         fullshard.fully_shard(module, mesh=mesh)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=10)),  # so long the others wait for one that dies in a quorum
+        # Others wait this long for a group that dies between a quorum and its connection.
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
