@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from fullshard import HFSDP, ZERO1, ZERO2, CheckPolicy, CommPolicy, CPUOffloadPolicy, StateError, fully_shard
+from fullshard import HFSDP, ZERO1, ZERO2, CheckPolicy, CommPolicy, CPUOffloadPolicy, StateError, _torch, fully_shard
 from fullshard.comm.streams import CollectiveCall, DeviceStream, Streams
 from fullshard.compat import FullyShardedDataParallel
 from fullshard.core import Fingerprint, Runtime, UnitName
@@ -34,6 +34,9 @@ from fullshard.core.heartbeat import Heartbeats
 from fullshard.ext.capture import Captured, Follower
 
 pytestmark = pytest.mark.skipif(simulated.compiler() is None, reason=simulated.NEEDS)
+sends_to_itself = pytest.mark.skipif(
+    _torch.VERSION < (2, 13), reason="before torch 2.13 stages of one rank send to each other, which gloo cannot do"
+)
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -281,7 +284,7 @@ def check_in_turn(world: World, how: str, **options: Any) -> None:
             assert_same(mine, expected, f"{turn} {index}")
 
 
-@pytest.mark.rotates(32)
+@pytest.mark.rotates(64)
 @pytest.mark.parametrize("how", ["none", "random 1", "random 2", "random 3", "random 4"])
 @pytest.mark.parametrize("name", POLICIES)
 @ranks(1, 2, 3, device="sim")
@@ -306,7 +309,14 @@ def test_replays_with_tensor_parallelism_are_eager_steps(world: World, how: str)
     check_in_turn(world, how, model=parallel)
 
 
-@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Schedule1F1B",
+        pytest.param("ScheduleInterleaved1F1B", marks=sends_to_itself),
+        pytest.param("ScheduleInterleavedZeroBubble", marks=sends_to_itself),
+    ],
+)
 @ranks(1, device="sim")
 def test_a_schedule_of_a_pipeline_may_run_in_a_graph(world: World, name: str) -> None:
     def job() -> Any:
@@ -382,6 +392,8 @@ def test_after_install_graphs_of_torch_are_followed_and_not_before(world: World)
     with pytest.raises(StateError, match="fullshard.Graph.*install"), torch.sim.graph(graph):  # type: ignore[attr-defined]
         mine.backwards(x)
     with fullshard.installed():
+        with pytest.raises(TypeError):  # this capture never begins, and is followed no longer
+            torch.sim.Graph().capture_begin("no pool")  # type: ignore[attr-defined]
         with torch.sim.graph(graph):  # type: ignore[attr-defined]
             losses = mine.backwards(x)
             mine.update()

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fullshard._torch.nn import Undo, extended
+
 
 class GraphEvents(Protocol):
     """What happens to graphs of a device, called on the thread that captures or replays them."""
@@ -36,54 +38,39 @@ def capturing_into(graph: Any, device: torch.device, **options: Any) -> Any:
     return torch.get_device_module(device).graph(graph, **options)
 
 
-def follow_graphs(events: GraphEvents) -> Callable[[], None]:
+def follow_graphs(events: GraphEvents) -> Undo:
     """Report all captures and replays to `events`, by methods of torch's classes of graphs. Return what restores these."""
+
+    def begin(inner: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            events.begin(graph)
+            inner(graph, *args, **kwargs)
+        except BaseException as failure:
+            events.end(graph, failure)
+            raise
+
+    def end(inner: Callable[..., None], graph: Any) -> None:
+        try:
+            try:
+                events.finish(graph)
+            finally:
+                inner(graph)
+        except BaseException as failure:
+            events.end(graph, failure)
+            raise
+        events.end(graph, None)
+
+    def replay(inner: Callable[..., None], graph: Any) -> None:
+        events.replay(graph, functools.partial(inner, graph))
+
     found = torch.accelerator.current_accelerator(check_available=True)
     module = None if found is None or found.type == "cuda" else torch.get_device_module(found)
     classes = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None), getattr(module, "Graph", None)]
-    undo = [_follow(cls, events) for cls in classes if cls is not None]
+    methods = {"capture_begin": begin, "capture_end": end, "replay": replay}
+    undo = [extended(cls, name, method) for cls in classes if cls is not None for name, method in methods.items()]
 
     def restore() -> None:
         for one in reversed(undo):
             one()
-
-    return restore
-
-
-def _follow(cls: Any, events: GraphEvents) -> Callable[[], None]:
-    begin, end, replay = cls.capture_begin, cls.capture_end, cls.replay
-
-    @functools.wraps(begin)
-    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        events.begin(self)
-        begin(self, *args, **kwargs)
-
-    @functools.wraps(end)
-    def capture_end(self: Any) -> None:
-        try:
-            try:
-                events.finish(self)
-            finally:
-                end(self)
-        except BaseException as failure:
-            events.end(self, failure)
-            raise
-        events.end(self, None)
-
-    @functools.wraps(replay)
-    def run(self: Any) -> None:
-        events.replay(self, functools.partial(replay, self))
-
-    methods = {"capture_begin": capture_begin, "capture_end": capture_end, "replay": run}
-    before = {name: cls.__dict__.get(name) for name in methods}  # None for an inherited one
-    for name, method in methods.items():
-        setattr(cls, name, method)
-
-    def restore() -> None:
-        for name, method in before.items():
-            if method is None:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, method)
 
     return restore

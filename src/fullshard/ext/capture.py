@@ -17,6 +17,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class Graph:
         Raises:
             StateError: if a unit runs that a graph cannot hold (`capture_obstacles`).
         """
-        GRAPHS.begin(self.raw)
         try:
+            GRAPHS.begin(self.raw)
             with _torch.capturing_into(self.raw, self._device, **options):
                 yield
                 GRAPHS.finish(self.raw)
@@ -453,12 +454,8 @@ class Graphs:
         if self._open is None:
             self._open = graph
             self._parts.pop(graph, None)
-            try:
-                for follower in self._followers():
-                    follower.begin()
-            except BaseException as failure:
-                self.end(graph, failure)
-                raise
+            for follower in self._followers():
+                follower.begin()
 
     def finish(self, graph: Any) -> None:
         """Join the streams of the capture."""
@@ -479,7 +476,7 @@ class Graphs:
         for part in parts:
             part.check()
         for part in parts:
-            run = _nested(part, run)
+            run = partial(part.replay, run)
         before, self._running = self._running, graph
         try:
             run()
@@ -494,24 +491,8 @@ class Graphs:
                     follower.captured.steps.append(CapturedStep(optimizer, groups))
 
 
-def _nested(part: Captured, run: Callable[[], None]) -> Callable[[], None]:
-    return lambda: part.replay(run)
-
-
 GRAPHS = Graphs()
 """Follows graphs that `fullshard.Graph` captures and, after `install()`, those of torch."""
 
 
-class _CapturedSteps:
-    """Records the steps of an optimizer that are captured."""
-
-    __slots__ = ("_optimizer",)
-
-    def __init__(self, optimizer: torch.optim.Optimizer, sharded: Sequence[Sequence[ShardedParameter]]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, groups: Sequence[dict[str, Any]]) -> None:
-        GRAPHS.note_step(self._optimizer, groups)
-
-
-STEP_LISTENERS.append(_CapturedSteps)
+STEP_LISTENERS.append(lambda optimizer, sharded: partial(GRAPHS.note_step, weakref.ref(optimizer)))
