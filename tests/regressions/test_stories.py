@@ -1863,3 +1863,45 @@ def test_local_view_takes_element_wise_subclasses_of_torch(world: World) -> None
     optimizer.step()
     vectors = torch.optim.Adafactor([model.bias])
     vectors.step()
+
+
+class _Gated(nn.Module):
+    """Two layers, of which a call may leave out the second, or its parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: Tensor, *, both: bool, computes: bool = True) -> Tensor:
+        x = self.first(x, computes=True)
+        return self.second(x, computes=computes) if both else x
+
+
+class Layer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+
+    def forward(self, x: Tensor, *, computes: bool) -> Tensor:
+        return super().forward(x) if computes else 2 * x
+
+
+@ranks(2)
+def test_groups_built_anew_between_microbatches_keep_what_one_rank_alone_kept(world: World) -> None:
+    """Also a rank without gradients takes part in their reduction, though the last backward does not reach the unit."""
+    torch.manual_seed(0)
+    model = _Gated()
+    plain = copy.deepcopy(model)
+    for one in (model.first, model.second, model):
+        fully_shard(one, mesh=world.mesh)
+    model.set_requires_gradient_sync(False)
+    square(model(batch(0), both=True, computes=world.rank == 0)).backward()
+    model.set_requires_gradient_sync(True)
+    model.second.set_separate_reduce_scatter_group(True)
+    square(model(batch(1), both=False)).backward()
+    for computes in (True, False):
+        square(plain(batch(0), both=True, computes=computes)).backward()
+    for _ in range(2):
+        square(plain(batch(1), both=False)).backward()
+    for gradient in plain.parameters():
+        gradient.grad /= 2
+    assert_same_grads(model, plain)

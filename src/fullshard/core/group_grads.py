@@ -1,4 +1,4 @@
-"""Gradients of a group that are kept between backwards, and whether the log may tell if a reduction adds to a `.grad`."""
+"""Gradients that a group keeps between backwards, and what the log may say of the next reduction."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class GroupGradients:
         self._parameters, self._dtype = parameters, dtype
         # Whether a backward that does not reduce (no gradient sync, or ZERO1 before the end of a step) came after the last
         # reduction, even if it had no gradients of this group on this rank.
-        self.has_local = any(parameter.local_grad is not None for parameter in parameters)
+        self.has_local = any(p.local_grad is not None or (p.group() and p.group().grads.has_local) for p in parameters)
         for parameter in parameters:  # an earlier group may have kept gradients in another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
-        # Of the last reduction, if its second step is deferred: the sum over the shards, whether this rank had a
-        # gradient of each parameter, and the work to wait for before the sum is read.
+        # Of the last reduction, if it deferred the reduction over replicas or the hook: the sum over the shards,
+        # `Reduction.used`, and the work to wait for before the sum is read.
         self.deferred: tuple[Tensor, list[bool], Work] | None = None
         # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then does the
         # log say whether a reduction adds to `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.
@@ -43,7 +43,7 @@ class GroupGradients:
         return self.has_local or self.deferred is not None
 
     def accumulate(self, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients to the kept ones, in their dtype. The first gradient may itself become the accumulator."""
+        """Add gradients to the kept ones, in the dtype of these. The first gradient may itself become the accumulator."""
         self.has_local = True
         for parameter, grad in zip(self._parameters, grads):
             if grad is not None:
