@@ -19,7 +19,7 @@ REPEAT ?= 20
 LANES ?= --numprocesses 2 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE  # without bytecode files every rank of the tests compiles all modules again
 
-.PHONY: help setup train finetune replicas test test-all test-newest repeat chaos test-clients check format size wheel try-wheel bench gpu-check gpu-test pictures docs docs-links clean
+.PHONY: help setup setup-newest train finetune replicas test test-all test-newest repeat chaos test-clients check format size wheel try-wheel bench gpu-check gpu-test pictures docs docs-links clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/' | column -t -s '	'
@@ -60,7 +60,11 @@ test-all: $(READY)  ## run the tests with every case of repeated tests
 
 # The tests that a new torch breaks first: names, parity, schedules, and regressions.
 ON_NEWEST := $(addprefix tests/,$(addprefix distributed/test_,fsdp2_surface.py finalization.py grad_dtypes.py gradients_used_again.py addresses.py levels.py hfsdp.py muon.py \
-	parity.py sharded_tensor.py) device regressions clients/test_pipelining.py unit/test_torch_is_left_alone.py)
+	parity.py sharded_tensor.py) $(addprefix device/test_,capture.py graphs.py programs.py) regressions clients/test_pipelining.py \
+	unit/test_torch_is_left_alone.py)
+
+setup-newest:  ## create the environment of test-newest
+	@$(MAKE) --no-print-directory TORCH=$(or $(TORCH),$(NEWEST)) setup
 
 test-newest:  ## run a fixed part of the tests on the newest supported torch, or on TORCH=
 	@$(MAKE) --no-print-directory TORCH=$(or $(TORCH),$(NEWEST)) LANES='$(LANES) $(ON_NEWEST)' test

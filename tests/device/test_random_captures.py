@@ -91,7 +91,7 @@ drive.body = drive  # type: ignore[attr-defined]  # as harness.ranks does
 
 
 @pytest.mark.processes
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(3)
 @pytest.mark.parametrize(("size", "count"), [(1, 60), (2, 300), (4, 140)])
 def test_random_programs_with_captures_train_as_their_eager_runs(size: int, count: int) -> None:
     @random_cases(count)

@@ -67,7 +67,7 @@ def test_state_dict_on_another_thread_has_the_shards_and_changes_nothing(world: 
 
     thread = threading.Thread(target=read)
     thread.start()
-    for step in range(30):
+    for step in range(10):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step * 2 + world.rank))
         for model, optimizer in zip(models, optimizers):
             model(x).square().sum().backward()

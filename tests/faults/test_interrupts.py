@@ -176,6 +176,7 @@ def test_an_interrupt_while_gradients_are_being_set_discards_all_of_them_and_war
     assert_same_grads(model, plain)
 
 
+@pytest.mark.rotates(4)
 @pytest.mark.proves("32a")
 @pytest.mark.parametrize("quarter", range(4))
 @ranks(2)

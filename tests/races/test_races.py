@@ -27,7 +27,7 @@ def one_world() -> Iterator[None]:
         yield
 
 
-@pytest.mark.rotates(2)
+@pytest.mark.rotates(4)
 @pytest.mark.parametrize("name", NAMED)
 def test_no_program_has_a_race(name: str) -> None:
     """Whatever the device answers to queries, all ranks send the same messages and allocate the same of the group's memory."""

@@ -645,7 +645,7 @@ class Asks(nn.Module):
         ({"states": "zero2"}, "states must be a StateSharding, for example fullshard.ZERO2, got 'zero2'"),
         (
             {"states": ZERO2, "reshard_after_forward": True},
-            "reshard_after_forward=True frees parameters after forward, which states",
+            "reshard_after_forward=True cannot be combined with states",
         ),
         ({"states": HFSDP}, r"states=HFSDP needs a hybrid mesh. Pass mesh=\(replicas, ranks\), got one mesh dim of size"),
         ({"states": ZERO2, "engine": "fsdp2"}, "states=ZERO2 needs engine='fullshard': torch's FSDP2 has no such level"),
