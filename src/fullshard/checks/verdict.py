@@ -1,4 +1,4 @@
-"""Verdicts: why a collective will never complete, since ranks diverged, raised or ended. `Watchdog` has the timeout."""
+"""Verdicts: why a collective will never complete, since ranks diverged, raised or ended. `Watchdog` judges timeouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of the other ranks in one log, and whether they reply to notice number `request`."""
+    """The states of the other ranks in one log, and whether they reply to the request, a notice with this number."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
         self._store, self._log, self._request = store, log, request
@@ -49,7 +49,7 @@ class Inquiry:
         """Return why a thread that has waited for `seconds` in `call` waits for ever; None if its wait may end."""
         here = f"rank {self._store.rank} waits in {call}"
         # Only ranks that ended before this call are a reason: one that ended later took part in it, so this rank waits for a
-        # third one, which may only be late.
+        # third one, which may just be late.
         behind = {rank: state for rank, state in self.states.items() if state.count < call.number}
         ended = {rank: state for rank, state in behind.items() if state.ended}
         if ended:
@@ -57,8 +57,8 @@ class Inquiry:
             how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
             return f"{how} ended the program or its process group while {here}. {last}"
-        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) it counts even if
-        # the call is in its log: an all-reduce over replicas starts only when the reduce-scatter before it is waited for.
+        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) the rank counts
+        # even if the call is in its log: an all-reduce over replicas starts only once the reduce-scatter before is waited for.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
         if raised and seconds > max(_RAISED_SECONDS, wait.patience):

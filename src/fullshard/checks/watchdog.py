@@ -51,7 +51,7 @@ class Watchdog:
     2. If two logs differ, the ranks have diverged. A rank posts a verdict if it finds this, or finds that another rank raised,
        ended or disconnected, or if its own wait exceeds `CheckPolicy.timeout`.
     3. All ranks read notices in one order, and the first verdict on a log closes it. So all ranks raise the same text.
-    4. Each rank aborts the process groups of a closed log, so all waits return.
+    4. Each rank (without tags: each that waits) aborts the process groups of a closed log, so all waits return.
 
     With gloo on the CPU, messages carry a tag of their call, so that no rank takes data of another call. On an accelerator the
     watchdog polls the oldest collective in flight, since the host does not wait.
@@ -198,7 +198,7 @@ class Watchdog:
         return request
 
     def _diagnose(self, log: CollectiveLog, waits: Sequence[WaitState], now: float) -> None:
-        """Request the states, unless the last request is younger than `interval` and than the shortest wait. Post a verdict."""
+        """Request the states, unless the last request is recent. Post a verdict if there is a reason for one."""
         request = self._requests.get(log.key)
         interval = max(REQUEST_INTERVAL, 3 * self._store.period(waits=True))
         waiting = min((state.seconds_waiting(now) for state in waits), default=interval)
@@ -211,7 +211,7 @@ class Watchdog:
         inquiry = Inquiry(self._store, log, request.number)
         text = self._why(log, inquiry, waits, now)
         if any(state.beyond and state.replies_to(request.number) for state in inquiry.states.values()):
-            late.clear()  # a rank here waits, in its hook, for a replica outside of this log: nobody here is late
+            late.clear()  # a rank may wait in its all-reduce hook for replicas outside of this log: nobody here is late
         if text is None and late:
             state, call = late[0]
             if inquiry.is_complete or state.seconds_waiting(now) > (state.timeout or 0.0) + interval:

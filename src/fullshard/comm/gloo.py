@@ -81,9 +81,9 @@ _UNDER_WAY: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Messages]] = weakre
 
 
 class GlooCollectives:
-    """The fastest collectives on gloo and the CPU (measured by `make bench`).
+    """Collectives of point-to-point messages, for gloo on the CPU.
 
-    docs/data-plane.md says what gloo's own lack, and docs/error-detection.md what the tags of messages are for.
+    docs/data-plane.md says what gloo's own collectives lack, and docs/error-detection.md what the tags of messages are for.
     """
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
@@ -163,7 +163,7 @@ class GlooCollectives:
                 torch.sum(parts, 0, out=out)
             if scale != 1.0:
                 torch._foreach_mul_(list(outs), scale)
-            received.clear()  # frees the chunks now, since the work may outlive this call
+            received.clear()  # frees the chunks now, since the caller may keep the work
 
         return StartedWork((messages,), add)
 

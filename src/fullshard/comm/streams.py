@@ -235,8 +235,8 @@ def nothing() -> None:
 class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
-    Collectives over replicas run on the all-reduce stream, but for `gathered()`. Of the others, all-gathers and all-to-alls
-    run on the all-gather stream, the rest on the reduce-scatter stream. An `Agreement` runs all on the reduce-scatter stream.
+    Collectives over replicas run on the all-reduce stream, except those of `gathered()`. Of the others, all-gathers and
+    all-to-alls run on the all-gather stream, the rest on the reduce-scatter stream, as do all of an `Agreement`.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -247,7 +247,7 @@ class Streams:
                 f"Expected CommPolicy.lanes to return a Lane, with the method run(), got {self.all_gather_stream!r}."
             )
         kinds = {type(self.all_gather_stream), type(self.reduce_scatter_stream), type(self.all_reduce_stream)}
-        # The device if it runs asynchronously, as an accelerator does; None for the CPU.
+        # The device if work on it is asynchronous: an accelerator, or a CPU whose lanes are DeviceStreams. Else None.
         self.async_device = device if device.type != "cpu" or DeviceStream in kinds else None
         # For copy-ins (casts, copies from host memory), so that a unit's copy-in need not wait for the all-gather before it.
         # None on the CPU, where the copy-in is part of the all-gather.

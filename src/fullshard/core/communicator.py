@@ -34,7 +34,7 @@ def _log_name(axis: ShardAxis) -> str:
     """Return the name of a new log of an axis: equal on all ranks if each thread's logs are created in one order everywhere."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # A count per group, as threads interleave differently on each rank; not for a hybrid axis, whose groups differ by rank.
+        # Logs are counted per group, as threads interleave differently on each rank. Groups of hybrid axes differ by rank.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 

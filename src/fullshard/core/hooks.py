@@ -146,7 +146,7 @@ _HOOKS = "fullshard"  # key in the metadata of a node: its hooks and their handl
 
 
 def hook_node(node: Any, hook: Callable[..., None]) -> None:
-    """Register `hook` once, as a pre-hook of a node, ahead of the hooks of inner units, which may return the same tensor."""
+    """Register `hook` once, as a pre-hook of a node, ahead of those of inner units, which may output the same tensor."""
     hooks = node.metadata.setdefault(_HOOKS, [])
     if not hooks or hooks[0][0] is not hook:
         hooks.insert(0, (hook, None))
@@ -234,7 +234,7 @@ class StateHooks:
             return
         if recovered(self._unit).residency is not Residency.SHARDED:
             self._unit.ensure_sharded(doing="load_state_dict()")
-        plain = self._unit.shown_by  # full tensors are copied into the plain Parameters
+        plain = self._unit.shown_by  # if set, modules have plain Parameters, into which torch copies full tensors
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:

@@ -199,7 +199,7 @@ class ReductionLayout:
 
     packed: Bucket | None  # the packed gradients, one input of the first reduce-scatter call; None if there are none
     direct: tuple[int, ...]  # parameters whose gradients, as autograd computed them, are inputs of that call, each by itself
-    # the other direct parameters (uneven, or cast): their slices in each reduce-scatter; empty unless `in_order`
+    # the other direct parameters (uneven, or cast): their slices in each reduce-scatter; empty unless collectives run in order
     slices: tuple[tuple[Slice, ...], ...]
 
     @property
@@ -244,7 +244,7 @@ class GroupLayout:
         return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
-        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: gradients have it already.
+        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: autograd's have that dtype.
 
         `in_order`: collectives run one after the other on their stream, so that large ones may run in slices.
         """

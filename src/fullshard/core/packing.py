@@ -22,7 +22,7 @@ class ReductionPlan:
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed
-    slices   p5, p6                        cast or uneven, if collectives run in order: slice by slice through one buffer
+    slices   p5, p6                        other direct ones (cast or uneven): slice by slice through one buffer
     """
 
     layout: GroupLayout
@@ -81,13 +81,13 @@ class ReductionPlan:
 def casts_whole(numel: int, dtypes: Dtypes, *, on_cpu: bool) -> bool:
     """Return True if a packed input of `numel` elements is concatenated before it is cast.
 
-    On the CPU, casting the tensors one by one takes longer than all else in a small unit. Their copy takes at most 1 MiB.
+    On the CPU, casting tensors one by one takes longer than all else in a small unit. The joined copy takes at most 1 MiB.
     """
     return on_cpu and numel * dtypes.compute.itemsize <= 1 << 20
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """Return a function, written in C, that picks the items at `indices`."""
+    """Return a function, written in C, that picks the items at `indices`; without indices it is not to be called."""
     if len(indices) == 1:
         return operator.itemgetter(slice(indices[0], indices[0] + 1))
     return operator.itemgetter(*indices) if indices else tuple

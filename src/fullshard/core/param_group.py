@@ -39,7 +39,7 @@ _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 class ParamGroup:
     """Parameters of a unit that share shard axis, dtypes, device and trainability at the time the group is created.
 
-    A group has many parameters in a few buckets, and one unsharded buffer, which the first all-gather creates.
+    A group has one unsharded buffer, which the first all-gather creates.
 
     Attributes:
         flat: whether the shards are parts of a flat shard. Else the group has only one parameter.
@@ -111,9 +111,9 @@ class ParamGroup:
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
         self.keeps_memory = False  # whether freed buffers keep their memory, so that every step uses the same addresses
-        # Sources of autograd graphs that compute with `all_gather_copy`; `handle` of each is the leaf of its graph.
+        # Added by extensions, for graphs that compute with `all_gather_copy`; `handle` of each is the leaf of its graph.
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Copies of the flat shard from host memory to the device, in flight. The host waits for them before it writes.
+        # Work in flight that reads shards in host memory. The host waits for it before it writes.
         self._shard_copies: list[Work] = []
 
     def plan_layouts(self, outer: int = 1) -> tuple[GroupLayout, GroupLayout]:
@@ -133,7 +133,7 @@ class ParamGroup:
         """Copy `values` into a new flat shard, whose gaps are zeros. Return it and the shards in it."""
         device = values[0].device
         fresh = any(id(parameter) in unwritten for parameter in self.parameters)
-        # Untouched pages of torch.empty take no memory until the values are loaded.
+        # On the CPU, untouched pages of torch.empty take no memory until the values are loaded.
         allocate = torch.empty if fresh else torch.zeros
         pinned = self.storage.pinned and device.type == "cpu"
         flat = allocate(self.shard_layout.shard_numel, dtype=self.dtypes.storage, device=device, pin_memory=pinned)
@@ -143,7 +143,7 @@ class ParamGroup:
         for parameter, place, value in zip(self.parameters, self.shard_layout.offsets, values):
             rows = flat[place.offset : place.offset + value.numel()].view(parameter.sharding.shard_shape)
             local = _torch.in_own_storage(rows)  # torch.save of one parameter must not write the whole flat shard
-            take_attributes(value, local)  # hooks that were set on it
+            take_attributes(value, local)  # those set on `value`, such as all-gather hooks
             if id(parameter) not in unwritten:
                 local.copy_(value)
             shards.append(local)
@@ -164,7 +164,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # a DTensor and its counter were replaced, so `before` may repeat an old version: exceed all
+        if not were_shared:  # maybe a counter was replaced, so `before` may repeat an old version: exceed all in use
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
@@ -185,7 +185,7 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        # From now on parameters report changes, but not the removal or suspension of a hook. On torch 2.11 they report none.
+        # A change on a parameter sets `must_look`, unless it removes or suspends a hook. On torch 2.11 none does.
         self._had_hooks = self._had_hooks or self.has_hooks
         self.must_look = self._had_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
@@ -211,12 +211,12 @@ class ParamGroup:
 
     # --- slots ---
     # Every forward and backward runs this code. One C call compares all slots and one replaces them, so that Ctrl-C, which
-    # Python handles between bytecodes, cannot leave some replaced. Slots are visited one by one only if something differs.
+    # Python handles between bytecodes, cannot leave some replaced. Slots that differ, or a `__setattr__`, take a slower path.
 
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward): moves may be missed.
+        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward) misses moves.
         """
         if self.installed:
             return
@@ -428,7 +428,7 @@ class ParamGroup:
 
     def finish_all_gather(self) -> None:
         """End the all-gather after the compute stream waited for it: release staging, or call fsdp_post_all_gather."""
-        # If it were freed before that wait, the compute stream could reuse it while the all-gather stream still reads it.
+        # If staging were freed before, the compute stream could reuse it while the all-gather stream still reads it.
         if self._buffer is not None:
             self._buffer.release_staging()
 
@@ -439,12 +439,12 @@ class ParamGroup:
             copy.block()
 
     def save_subgroup_shard(self) -> None:
-        """Copy this rank's part of the unsharded buffer for the smaller reshard group, before the buffer is freed."""
+        """Copy this rank's part for `reshard_after_forward=k` from the unsharded buffer, before the buffer is freed."""
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.save_subgroup_shard()
 
     def drop_kept_shards(self) -> None:
-        """Discard the part that is kept for the smaller reshard group."""
+        """Discard the part that is kept for `reshard_after_forward=k`."""
         if isinstance(self._buffer, FlatBuffer):
             self._buffer.drop_subgroup_shard()
 
@@ -508,7 +508,7 @@ class ParamGroup:
             return [None if grad is None else p.sharding.grad_to_local(grad, name=p.name, reduce=reduce) for p, grad in pairs]
 
     def new_sum(self, reduced: Tensor) -> Tensor:
-        """Return the memory of the sum over all ranks, (shard_layout.shard_numel,). Here: `reduced`, the sum over shards."""
+        """Return memory for the sum over all ranks, (shard_layout.shard_numel,): that of `reduced`, the sum over shards."""
         return reduced
 
     def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:
@@ -604,7 +604,7 @@ def kind_of(parameter: ShardedParameter) -> type[ParamGroup]:
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
 ) -> list[tuple[type[ParamGroup], Dtypes, list[int]]]:
-    """Return (kind, dtypes, indices) of each group: equal kind, axis, dtypes, device, trainability; one each if not `flat`."""
+    """Return (kind, dtypes, indices) of each group: equal kind, axis, dtypes, device, trainability; one alone unless `flat`."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         kind = group_class(value, parameter.sharding.axis, vars(parameter.sharded))

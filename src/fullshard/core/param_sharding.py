@@ -26,7 +26,7 @@ class ShardPlacementResult:
     Args:
         placement: `Shard(dim)`, or None for `Shard(0)`.
         mesh_info: a DeviceMesh as `fully_shard` accepts it, an object with such a `.mesh` (torch's FSDPMeshInfo), or None for
-            the mesh of the unit. With a full mesh as `.spmd_mesh`, `.dp_mesh_dims` names its data-parallel axes.
+            the mesh of the unit. Of an `.spmd_mesh`, `.dp_mesh_dims` names the axes for data parallelism.
 
     Example:
         Shard the experts of a mixture over the ranks with the same experts:
@@ -45,12 +45,12 @@ PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 @dataclass(frozen=True, eq=False)
 class PlainPart:
-    """Says of which DTensor a plain parameter is the local tensor. Modules compute with the plain tensor."""
+    """The DTensor whose local tensor is a plain parameter, with which modules compute."""
 
     spec: _torch.DTensorSpec  # of the DTensor, on the mesh of all parallelisms
     grad_placements: tuple[Placement, ...]  # of autograd's gradient; Partial on the data-parallel axes and on `summed_axes`
     text: str  # the placements, to compare between ranks
-    attributes: tuple[str, ...]  # names of the parameter's attributes that mark it as such a part; sharded ones have none
+    attributes: tuple[str, ...]  # names of the attributes that mark a parameter as such a part; sharded parameters lack them
     mark: Callable[[Tensor], None]  # sets the attributes on a tensor of the local shape
 
 
@@ -68,7 +68,7 @@ class ParamSharding:
     mesh: DeviceMesh  # of the sharded DTensor
     placements: tuple[Placement, ...]  # of the sharded DTensor
     data_axes: tuple[int, ...]  # data-parallel axes of `mesh`; the shard axis, if any, comes last
-    tensor_parallel: _torch.DTensorSpec | None = None  # of the DTensor whose local tensor `local_shape` describes
+    tensor_parallel: _torch.DTensorSpec | None = None  # of the DTensor with a local tensor of `local_shape`
     plain_part: PlainPart | None = None  # if modules compute with that local tensor, not with the DTensor
     extent: Extent = field(init=False)  # rows of `local_shape` along `dim` that this rank owns
     is_plain: bool = field(init=False)  # no `tensor_parallel`, no scalar: all-gathered tensors are used as they are
@@ -144,7 +144,7 @@ class ParamSharding:
         return parameter
 
     def to_parallel(self, whole: Tensor) -> Tensor:
-        """Return a DTensor whose local tensor is `whole`, (local_shape); `whole` itself without tensor parallelism."""
+        """Return a DTensor with the local tensor `whole`, of shape local_shape; `whole` itself without tensor parallelism."""
         if not self.shape:
             whole = whole.view(())
         parallel = self.tensor_parallel
@@ -155,7 +155,7 @@ class ParamSharding:
     def grad_to_local(self, tensor: Tensor, *, name: str, reduce: torch.dtype | None = None) -> Tensor:
         """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`.
 
-        `reduce`: dtype to sum in over `summed_axes`, for a parameter with a `plain_part`, if it is wider than the gradient's.
+        `reduce`: dtype of the sum over `summed_axes` of a parameter with a `plain_part`, if wider than the gradient's.
         """
         parallel = self.tensor_parallel
         if parallel is not None and self.plain_part is not None and not isinstance(tensor, DTensor):
@@ -211,7 +211,7 @@ CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] 
 def plan_sharding(
     parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding, *, name: str
 ) -> ParamSharding:
-    """Return how to shard `parameter` over the axis of a unit, along dim 0 without `placement_fn`, or raise ValueError."""
+    """Return how to shard `parameter`: along dim 0 over `axis`, unless `placement_fn` says otherwise. Raises ValueError."""
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
     part = None if isinstance(parameter, DTensor) else _plain_part(parameter, axis, name)
     if part is not None:

@@ -19,7 +19,7 @@ from fullshard.errors import StateError
 
 
 class Listener:
-    """Follows the backwards of one runtime, as a member of `Runtime.listeners`. Its methods do nothing unless overridden.
+    """Follows the steps of one runtime, as a member of `Runtime.listeners`. Its methods do nothing unless overridden.
 
     A listener may run actions of the scheduler, as `join()` does for the backward of units that this rank does not compute.
     """
@@ -196,7 +196,7 @@ class GradientReducer:
         """Reduce what earlier backwards kept, and decide to set the gradients of units whose step this backward ends.
 
         Waits for all reductions in flight if a step ends, else for those with hooks. `touched`: units with gradients of this
-        backward. Reduces what any unit of their models kept, if its step ends; ranks that kept different units diverge here.
+        backward. Also reduces what other units of their models kept, if their step ends; all ranks must have kept it.
         """
         for unit, group in self._kept_in(touched):
             self.reduce(unit, group, [None] * len(group.parameters))
@@ -210,7 +210,7 @@ class GradientReducer:
             self.decide([reduction for _, reduction in due], sent)
 
     def _kept_in(self, touched: Sequence[Unit]) -> list[tuple[Unit, ParamGroup]]:
-        """Return the groups with kept gradients of units that end their step, in the models of `touched`; oldest unit first."""
+        """Return the groups with kept gradients whose unit is in a model of `touched` and ends its step; oldest unit first."""
         if not self._keeping:
             return []
         trees = {unit.outermost for unit in touched} - {None}

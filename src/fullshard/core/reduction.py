@@ -39,7 +39,7 @@ class ReductionFactors:
     scale: float  # applied to its result
     last: float  # applied to the result of all collectives
     replicas: Collectives | None  # for the reduction over replicas; None if this reduction has none
-    deferred: bool  # whether the second step is left to a later reduction
+    deferred: bool  # whether the second step (next line) is left to a later reduction
     has_second_step: bool  # on the all-reduce stream: the reduction over replicas, or the hook
     hook: Callable[[Tensor], None] | None  # the caller's all-reduce hook
     # The reduce-scatter, if the backend prepared it for `scale`.
@@ -50,8 +50,8 @@ class ReductionFactors:
         """Return the factors for gradients of `group`. `defer`: leave the reduction over replicas to a later one.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
-        divided before and after, by about the square root of the divisor each. The first is a power of two, so that normal
-        numbers lose no bits; FSDP2 stops doubling once it does not divide the number of ranks, so results may round otherwise.
+        divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so that
+        normal numbers lose no bits; that of FSDP2 also divides the number of ranks, so results may round otherwise.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide
@@ -128,7 +128,7 @@ class Reduction:
         self._work: Work | None = None  # the last one: of the second step if there is one, else the reduce-scatter
         dtypes, layout, device = group.dtypes, group.layout, group.storage.device
         self.used = [*map(operator.is_not, grads, repeat(None))]
-        # Sum and `used` of an earlier reduction that deferred its second step, which are added to this one.
+        # `GroupGradients.deferred`, of an earlier reduction: this one includes its sum.
         self._earlier = group.grads.deferred
         if self.factors.hook is not None:  # replicas that only the hook knows may have used what no rank here used
             self.used = [now or one.requires_grad for now, one in zip(self.used, group.parameters)]
@@ -270,7 +270,7 @@ class Reduction:
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        With `collectives_on_host`, a `reduced` gradient has been waited for. Else each call makes the current stream wait.
+        With `collectives_on_host`, `reduced` means that it was waited for. Without, each call makes the current stream wait.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:

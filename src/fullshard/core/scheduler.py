@@ -13,7 +13,7 @@ from fullshard.errors import InternalError
 
 _MAX_PREFETCHED = 64  # units that a prefetch within `prefetch_bytes` looks ahead at most; lists set by users have no limit
 _REMEMBERED_FORWARDS = 64  # outermost forwards after which a backward that has not come is no longer expected
-_REMEMBERED_RUNS = 256  # runs in an execution order
+_REMEMBERED_RUNS = 256  # runs that an `ExecutionOrder` remembers at most
 
 
 # --- values ---
@@ -64,7 +64,7 @@ class UnitRecord:
 
     number: int
     options: UnitOptions
-    is_attached: Callable[[], bool]  # whether it is in its place in the model, equal on all ranks; only then it is prefetched
+    is_attached: Callable[[], bool]  # whether it is in its place in the model (equal on all ranks); else it is not prefetched
     nbytes: int = 0  # of the unsharded parameters
 
     # Units to prefetch that the user chose; `prefetch_bytes` does not limit these. None: follow the order of earlier runs.
@@ -106,7 +106,7 @@ class UnitRecord:
 
 @dataclass(slots=True)
 class ExecutionOrder:
-    """Orders in which units were needed in earlier runs, each stored under its first unit, to predict the next units.
+    """Orders in which units were needed in earlier runs (see `Scheduler`), by the first unit, to predict the next units.
 
     Of more than _REMEMBERED_RUNS runs the one that was stored longest ago is dropped, so that deleted models are forgotten.
     Which one that is depends on the order of runs alone, never on which models a rank has deleted.
@@ -153,7 +153,7 @@ class Stats:
     Args:
         gathers: all-gathers of units.
         prefetched: all-gathers that were started ahead.
-        unused: prefetched all-gathers that nothing used.
+        unused: prefetched all-gathers that nothing used; those that were stale or reset do not count.
         missed: all-gathers that were not started ahead because the units ran in another order than before.
     """
 
@@ -169,8 +169,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or several outermost forwards
-    in succession, up to one in which several units ran, the next start of their first unit, or the end of a backward.
+    One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or a series of outermost
+    forwards, which ends after a forward of several units, before its first unit starts again, or with a backward.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -188,7 +188,7 @@ class Scheduler:
         self.forward_order, self.backward_order = ExecutionOrder(), ExecutionOrder()
         self._records: dict[int, UnitRecord] = {}
         self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
-        self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first -> the phase then
+        self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first: the phase of each
 
         # Calls with grad whose backward has not begun, by their end, oldest first. Only events and the
         # deletion of units change it, so it is equal on ranks that have the same units. A call leaves when its backward
@@ -279,8 +279,8 @@ class Scheduler:
     def after_forward(self, unit: int, *, grad: bool, part: int | None = None) -> ForwardResult:
         """Reshard the unit according to its policy.
 
-        The forward of a unit of several modules lasts until each has run and none runs. An outermost one that skips a
-        module would never end: so when outermost, each module's forward is a call of its own.
+        The forward of a unit of several modules lasts until each has run and none runs. If the unit is outermost, a forward
+        that skips a module would never end: so there, each module's forward is a call of its own.
 
         Args:
             unit: the unit whose innermost call ends. If other modules of the unit follow, the result has the call so far.
@@ -324,7 +324,7 @@ class Scheduler:
         return ForwardResult(call, closed, actions)
 
     def _end_part(self, record: UnitRecord, part: int) -> int:
-        """End the forward of one of a unit's modules, and those inside it that never ended. Return its start, else -1."""
+        """End the forward of one of a unit's modules, and those inside it that never ended. Return its start, or -1."""
         record.left.discard(part)
         at = next((at for at in reversed(range(len(record.parts))) if record.parts[at][0] == part), None)
         if at is None:
@@ -336,7 +336,7 @@ class Scheduler:
     def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
         """End the innermost call of the unit, after the calls inside it that began after `since` and never ended.
 
-        `since`: start of the module's forward that ends now, -1 for all. A call that is open around this module stays open.
+        `since`: start of the module's forward that ends now, -1 for all. Calls that began before it stay open.
         """
         ended: list[ForwardCall] = []
         for index in range(len(self.running) - 1, -1, -1):
@@ -374,7 +374,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward: what was prefetched before may be stale."""
+        """Begin a phase at the first event of a backward: only what is prefetched in it is surely current."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1
@@ -409,7 +409,7 @@ class Scheduler:
         """Unshard for a forward inside backward (activation checkpointing). The unit stays unsharded until it is reduced.
 
         If the first forward had grad, a hook on its output calls `before_backward` before or after this recomputation. If it
-        had none (reentrant checkpointing), the unit's backward begins here.
+        had none (reentrant checkpointing), this is the first event of its backward: units that are done are reduced here.
         """
         record = self._records[unit]
         self.begin_backward()
@@ -619,7 +619,7 @@ class Scheduler:
         return broken.union(call.unit for call in (*self.running, *pending))
 
     def reset(self, units: Iterable[int] | None = None) -> None:
-        """End the forward and backward that run: these units are sharded, and no backward of theirs is expected.
+        """End the forward and backward that run. Then `units` are sharded, and no backward of theirs is expected.
 
         `units`: those of the models that failed. None for all: then also forget everything that predicts the next unit, since
         the step may have ended at different places on different ranks.

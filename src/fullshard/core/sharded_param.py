@@ -80,7 +80,7 @@ _COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: an empty DT
 def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
     """Return a DTensor like `tensor` that shares a version counter with all others of its device that got these `counters`.
 
-    One read then shows whether an operator of DTensor wrote one of them or, as in a state dict, the `detach()` of one.
+    One read then shows whether an operator of DTensor wrote to one of them or, as in a state dict, to a `detach()` of one.
     """
     if tensor.is_inference():
         return tensor  # without a counter
@@ -216,7 +216,7 @@ class ShardedParameter:
             torch.utils.swap_tensors(self.sharded, fresh)
             self.sharded.__dict__.update(extras)
         _torch.point_at(self.sharded, local)  # type: ignore[arg-type]
-        if self.grad_dtype.explicit:  # a swap, if there was one, discarded that of the tensor
+        if self.grad_dtype.explicit:  # a swap, if there was one, discarded the tensor's `grad_dtype`
             _torch.set_grad_dtype(self.sharded, self.grad_dtype.dtype)
         self.sharded.__dict__[LOGICAL] = BackReference(self)
 

@@ -29,7 +29,7 @@ OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, a view of one, or an empty tensor like one. All other results (`p + q`, `p.detach()`) are DTensors.
+    """A sharded parameter, a view of one, or an empty tensor like one. Other operators, and `p.detach()`, return DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
@@ -57,7 +57,7 @@ class ShardedDTensor(DTensor):
             if not known or isinstance(error, StateError):
                 raise
             raise StateError(f"{func} {_reason(error, _names(known))}") from error
-        for logical in written:  # foreach operations and writes through `.data` move no version counter that is read
+        for logical in written:  # foreach operations and writes through `.data` move no counter of `ParamGroup.version`
             logical.note_write()
         if _torch.writes(func):
             return _to_given(made, given)
@@ -206,7 +206,7 @@ def _mark_view(view: Any, back: Any) -> None:
 
 
 def parameter_of(tensor: Tensor) -> Any:
-    """Return the ShardedParameter of a sharded parameter or of a view of one; None for other tensors and deleted units."""
+    """Return the ShardedParameter of a ShardedDTensor; None for other tensors, and if the parameter was deleted."""
     back = tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
     return None if back is None else back()
 

@@ -13,7 +13,7 @@ from fullshard import _torch
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if `tensor` is a strided torch.Tensor and of no subclass; of a Parameter, pass its `.data`."""
+    """Return True if `tensor` is a strided torch.Tensor, not of a subclass. For a Parameter, pass its `.data`."""
     return type(tensor) is Tensor and tensor.layout == torch.strided
 
 
@@ -58,7 +58,7 @@ def exact_copy(tensor: Tensor, *, methods: bool = True) -> Tensor:
 
 
 def take_attributes(source: Tensor, target: Tensor, *, values: bool = True, methods: bool = True) -> None:
-    """Set on `target`, which replaces `source`, the attributes of `source` that it lacks or has as None.
+    """Copy to `target` the attributes of `source` that `target` lacks or has as None.
 
     `values`: those that are not callable, such as a precomputed scale. `methods`: callable ones, such as all-gather hooks.
     """

@@ -91,10 +91,9 @@ class Unit:
         # and the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
-        # Whether the last forward moved its inputs. Whether an output of the last forward with grad that did not raise had a
-        # graph. The units that the last complete forward entered (True) or left (False), in order, this unit included.
-        self.moves_inputs = False
-        self.output_has_graph: bool | None = None
+        self.moves_inputs = False  # whether the last forward moved its inputs
+        self.output_has_graph: bool | None = None  # of the last forward in grad mode that did not raise
+        # The units that the last complete forward entered (True) or left (False), in order, this unit included.
         self.last_order: Sequence[tuple[int, bool]] = ()
         self.shown_by = ""  # the call that shows plain Parameters on the modules, if one does
         # Version and address of each unsharded parameter when the user got it. A change of either is a write.
@@ -182,7 +181,7 @@ class Unit:
             group.install()
 
     def before_first_use(self, check: FirstUse, *, first: bool = False) -> None:
-        """Run `check` once, before the next forward of the unit unshards, after the checks that are due already.
+        """Run `check` before the next forward of the unit unshards, after the checks that are due already.
 
         `first`: run `check` before all others; only for a check that does not communicate.
         """
@@ -215,7 +214,7 @@ class Unit:
             return call if grad else None
         if not record.running:
             return None  # `pre_forward` raised before the scheduler knew of this forward, or a reset ended it
-        # The call has ended, and with it the calls inside it that raised or were never finished.
+        # Ends the call, unless other modules of the unit follow, and the calls inside it that raised or never finished.
         ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
         if self.is_list and record.running:  # other modules follow
             return ended.call if grad else None
@@ -283,7 +282,7 @@ class Unit:
         else:  # grad mode is off already; another no_grad() costs more than `before_backward`
             runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
         if record.residency is Residency.FULL:
-            for group in self.groups:  # a recomputation inside of the unit runs without the unit's hooks
+            for group in self.groups:  # for a recomputation inside of the unit, without the unit's hooks
                 group.install(again=True)
 
     def _collects(self) -> bool:
@@ -298,7 +297,8 @@ class Unit:
     def hook_late_grads(self) -> None:
         """Hook the unsharded parameters, for gradients that pass no hook on a graph.
 
-        Such gradients come from a second backward through one graph, or from a parameter that forward returned to the loss.
+        Such gradients come from a backward through the graph of another backward (create_graph=True), or from a parameter that
+        forward returned to the loss.
         """
         for parameter in self.parameters:
             full = parameter.unsharded
@@ -374,7 +374,7 @@ class Unit:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
         Until the first all-gather of new groups, also take over DTensors put on modules directly, as by transformers.
-        Raises StateError, before a shard changes, for another Parameter, or a dtype or device that cannot change now.
+        Raises StateError, before a shard changes, for a Parameter of the user's, or a dtype or device that cannot change now.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
@@ -408,7 +408,7 @@ class Unit:
         for group in self.groups:
             group.count_anew()
 
-    # --- public calls; those that are not legal at all times check that first ---
+    # --- public calls; those that are not always legal first check whether they are ---
     # Callers obtain the unit from `require_unit` or `units_of`, which reset what an interrupt left.
 
     def unshard(self) -> None:
@@ -524,7 +524,7 @@ class Unit:
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
-        # Raises for options that are illegal, and creates process groups, before anything changes.
+        # Raises for illegal options, and creates process groups, before options and groups change.
         self.runtime.communicator.collectives_of(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
         self.configure(**changes)
         self.invalidate_unsharded()
@@ -575,7 +575,7 @@ class Unit:
         self._update_record()
 
     def _sums(self, parameters: Sequence[ShardedParameter], subject: str) -> list[GroupFingerprints]:
-        """Return what logs DTensor's sums of gradients: fingerprints for each tensor-parallel mesh dim that is summed over."""
+        """Return fingerprints that log DTensor's sums of gradients, for each tensor-parallel mesh dim that is summed over."""
         spec = parameters[0].sharding.tensor_parallel
         assert spec is not None and spec.mesh.mesh_dim_names is not None
         names = [spec.mesh.mesh_dim_names[axis] for axis in sorted({i for p in parameters for i in p.sharding.summed_axes})]
@@ -599,7 +599,7 @@ class Unit:
         )
 
     def decide_gathers(self) -> None:
-        """Build the groups again if the user changed, after they were built, how a parameter is sent or reduced.
+        """Build the groups again if the user changed how a parameter is sent or reduced.
 
         Such changes are all-gather hooks on a parameter, its `grad_dtype`, and a cast of a module inside of the unit. Raises
         StateError for a parameter that cannot be all-gathered.

@@ -26,7 +26,7 @@ class GroupCollectives:
     gather: ObservedCollectives  # all-gather, over the shard axis
     reduce: ObservedCollectives  # reduce-scatter, over the shard axis
     replicate: ObservedCollectives | None  # over the replicas; None without them
-    whole: ObservedCollectives  # all-gather over all ranks that hold shards: `gather`, but under HFSDP one hop in place of two
+    whole: ObservedCollectives  # all-gather over all ranks that hold shards, in one hop; `gather`, except under HFSDP
     subgroup: ObservedCollectives | None  # all-gather among the k ranks of `reshard_after_forward=k`; None without it
     traffic: TrafficCounter  # records copies between host and device, too
 
@@ -49,7 +49,7 @@ class Storage:
 
 
 def dim_permutation(full: Tensor, blocks: Tensor, place: ParamOffsets) -> tuple[list[Tensor], list[Tensor]]:
-    """Return matching views for the copy-in or copy-out of a parameter that is sharded along another dim than 0.
+    """Return matching views, to copy out a parameter that is sharded along another dim than 0, or to copy its gradient in.
 
     Each rank with rows has one view of `full`, the unsharded parameter or its gradient, and one of `blocks`, the columns of
     the parameter in a packed buffer, (ranks, size).
@@ -149,7 +149,7 @@ class AllGather:
     observed: Callable[[], Started] | None = None  # `begin`, reported to counters and profiler; None if `begin` reports itself
 
     def copy_in(self) -> StartedWork:
-        """Cast the shard into the all-gather input, or copy it from host memory."""
+        """Copy the shard from host memory and cast it into the all-gather input, as far as needed."""
         for step in self.before:
             step()
         return StartedWork()

@@ -36,7 +36,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather and register its parameters, once. Collective if they were freed, or shards written, since.
+        """Wait for the all-gather, and register its parameters, once. Collective if these were freed since, or shards written.
 
         Raises:
             StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
@@ -58,7 +58,7 @@ def parse_reshard_after_forward(
     """Return the policy that the argument means and, for PARTLY, the number of ranks that together keep one copy, else None."""
     if states.keeps_parameters and reshard_after_forward is not None and reshard_after_forward is not False:
         raise ValueError(
-            f"reshard_after_forward={reshard_after_forward!r} frees parameters after forward, which states={states} keeps. "
+            f"reshard_after_forward={reshard_after_forward!r} cannot be combined with states={states}, which keeps parameters. "
             "Leave reshard_after_forward out, or use ZERO3."
         )
     if reshard_after_forward is None:
@@ -184,7 +184,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
             recurse: True applies to all units at and below this module, False to this unit only.
 
         Raises:
-            ValueError: for another type, a number that does not divide the shard mesh dim, or a level that keeps parameters.
+            ValueError: for another type, a number that does not divide the shard mesh dim, or a value that the level excludes.
             StateError: if the subgroup size changes in a forward or backward, or while reduced gradients are not in `.grad`.
         """
         parsed = [
@@ -375,7 +375,7 @@ def sharded_method(function: F) -> F:
 
 
 def units_by_runtime(module: Any) -> dict[Runtime, list[Unit]]:
-    """Return the units at and below `module` by runtime. Units on another device or with `lanes` of their own have another."""
+    """Return the units at and below `module` by runtime. Devices, and units with `lanes`, have their own."""
     any_unit(module)
     found: dict[Runtime, list[Unit]] = {}
     for unit in units_of(module, True):
@@ -400,7 +400,7 @@ def unit_summary(unit: Unit) -> str:
 @contextmanager
 def refreshing_shards(module: nn.Module, unit: Unit, fn: Any) -> Iterator[None]:
     """Copy the shards of `unit` into its flat shards after the block, in which `_apply(fn)` replaced or wrote the shards."""
-    for below in units_of(module, True):  # all of them, before the first one changes
+    for below in units_of(module, True):  # check all of them before the first one changes
         awaits_backward = below.runtime.scheduler.awaits_backward(below.number)
         if not awaits_backward and not below.runtime.reducer.is_undelivered(below):
             continue
@@ -456,7 +456,7 @@ def _taken_gradients(unit: Unit) -> list[tuple[ShardedParameter, Any]]:
 
 
 def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
-    """Discard gradients that `nn.Module.zero_grad` misses: kept on this rank, in flight, or of parameters off the modules."""
+    """Discard gradients that `nn.Module.zero_grad` misses: kept on this rank, in flight, or of unregistered parameters."""
     for unit in units_of(module, True):
         if unit.runtime.reducer.is_undelivered(unit):
             unit.runtime.reducer.discard(unit)
@@ -468,8 +468,8 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # no backward reduced it: used outside of forward, after unshard()
-        for group in unit.groups:  # what is kept; torch's zero_grad clears `.grad` of registered parameters
+                parameter.unsharded.grad = None  # of a use outside of forward, after unshard(), which no backward reduces
+        for group in unit.groups:  # those kept by earlier backwards
             if group.grads.has_local:
                 group.grads.discard()
 
@@ -481,7 +481,7 @@ def meet(units: Sequence[Unit], doing: str) -> None:
 
 
 def _configure(module: Any, recurse: bool, **changes: object) -> None:
-    """Change options of the unit of `module`, or with `recurse` of all units at and below it. Each event reads them anew."""
+    """Change options of the unit of `module`, or with `recurse` of all units at and below it. Hooks read them anew."""
     for unit in units_of(module, check_bool("recurse", recurse)):
         unit.configure(**changes)
 

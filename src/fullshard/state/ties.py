@@ -55,7 +55,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))
             warn_once(
-                f"Parameter '{parameter.name}' of unit '{owner.name}' is tied to '{ref.name}': the unit around both owns it."
+                f"Parameter '{parameter.name}' of unit '{owner.name}' is tied to '{ref.name}': the unit around both takes it."
             )
         elif all(id(module) in around for module in modules):
             # Calls made top-down: the new unit takes parameters that are used only inside of it. Others stay with the outer
@@ -65,7 +65,7 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
         else:
             new = ", ".join(type(module).__name__ for module in modules)
             raise ValueError(
-                f"Expected modules that share a parameter in one unit, got '{ref.name}' of '{new}', which is tied to "
+                f"Expected all modules that share a parameter to be in one unit, got '{ref.name}' of '{new}', which is tied to "
                 f"'{parameter.name}' of unit '{owner.name}'. Shard these modules in one call, fully_shard([a, b]), or only a "
                 "module around them."
             )
