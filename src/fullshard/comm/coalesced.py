@@ -20,7 +20,7 @@ _CARRIED = {  # dtypes that every backend supports; tensors of other dtypes are 
 
 
 class CoalescedCollectives:
-    """The collectives of nccl and similar backends: one coalesced call for all buckets of a parameter group."""
+    """The collectives of nccl and similar backends: one coalesced call for all tensors of a collective."""
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
 
@@ -68,7 +68,8 @@ class CoalescedCollectives:
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> Started:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
-        sizes = list(received_sizes), list(sent_sizes)  # not async on nccl: its kernel then runs on the current stream
+        sizes = list(received_sizes), list(sent_sizes)
+        # Without async_op, as on nccl, its kernel runs on the current stream.
         return dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=self._stages)
 
     def all_reduce(self, tensor: Tensor) -> Started:

@@ -235,8 +235,8 @@ def nothing() -> None:
 class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
-    Collectives over replicas run on the all-reduce stream, except those of `gathered()`. Of the others, all-gathers and
-    all-to-alls run on the all-gather stream, the rest on the reduce-scatter stream, as do all of an `Agreement`.
+    Collectives of an `Agreement` run on the reduce-scatter stream. Of the others, those over replicas run on the all-reduce
+    stream (but for `gathered()`), all-gathers and all-to-alls on the all-gather stream, the rest on the reduce-scatter stream.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:

@@ -111,7 +111,7 @@ class ParamGroup:
         # None until the first all-gather, so that a model that only loads or saves never allocates it.
         self._buffer: UnshardedBuffer | None = None
         self.keeps_memory = False  # whether freed buffers keep their memory, so that every step uses the same addresses
-        # Added by extensions, for graphs that compute with `all_gather_copy`; `handle` of each is the leaf of its graph.
+        # One object for each graph that computes with `all_gather_copy` (extensions); its `handle` is the leaf of the graph.
         self.copies: weakref.WeakSet[Any] = weakref.WeakSet()
         # Work in flight that reads shards in host memory. The host waits for it before it writes.
         self._shard_copies: list[Work] = []
@@ -164,7 +164,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # maybe a counter was replaced, so `before` may repeat an old version: exceed all in use
+        if not were_shared:  # `before` may be of a new counter and repeat an old version: exceed all versions
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
@@ -185,7 +185,7 @@ class ParamGroup:
         before, self._trainable = self._trainable, [*map(_is_trainable, self.sharded)]
         self.frozen = [p.name for p, trainable in zip(self.parameters, self._trainable) if not trainable]
         self.has_hooks = _torch.have_reduction_hooks(self.sharded)
-        # A change on a parameter sets `must_look`, unless it removes or suspends a hook. On torch 2.11 none does.
+        # Changes set `must_look`, but for the removal or suspension of a hook. On torch 2.11 no change sets it.
         self._had_hooks = self._had_hooks or self.has_hooks
         self.must_look = self._had_hooks or not _torch.HONOURS_SUBCLASSES
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, self._trainable)):
@@ -303,7 +303,7 @@ class ParamGroup:
 
     @classmethod
     def check_sharding(cls, name: str, tensor: Tensor, sharding: ParamSharding) -> None:
-        """Raise ValueError if an unsharded parameter cannot be sharded in a group of this kind."""
+        """Raise ValueError if a parameter that is not sharded yet cannot be sharded in a group of this kind."""
         if cls is ParamGroup and not cls.takes(tensor, sharding.axis, {}):  # no registered kind takes it either
             over = "" if sharding.axis.hybrid is None else " over all ranks of a hybrid mesh"
             raise ValueError(
@@ -604,7 +604,7 @@ def kind_of(parameter: ShardedParameter) -> type[ParamGroup]:
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
 ) -> list[tuple[type[ParamGroup], Dtypes, list[int]]]:
-    """Return (kind, dtypes, indices) of each group: equal kind, axis, dtypes, device, trainability; one alone unless `flat`."""
+    """Return (kind, dtypes, indices) of groups of equal kind, axis, dtypes, device, trainability; of one unless `kind.flat`."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         kind = group_class(value, parameter.sharding.axis, vars(parameter.sharded))

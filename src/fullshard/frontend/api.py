@@ -75,9 +75,9 @@ def fully_shard(  # type: ignore[misc]
     while this one computes, and free the unsharded parameters afterwards. Backward reduce-scatters the gradients and sets
     `.grad` to DTensors, averaged over the mesh.
 
-    If `module` shares a parameter with a unit inside of it, the new unit, which is around both, takes it over. If two modules
-    share a parameter and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made
-    top-down, an inner module takes the parameters that are used only inside it from the unit around it.
+    If `module` shares a parameter with a unit inside of it, the new unit takes the parameter over. If two modules share one
+    and neither contains the other, shard them as one unit: `fully_shard([a, b])`. If calls are made top-down, an inner module
+    takes the parameters that are used only inside it from the unit around it.
 
     Args:
         module: a module with a forward, or a list of modules that form one unit. The parameters of a list are unsharded
@@ -100,7 +100,7 @@ def fully_shard(  # type: ignore[misc]
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters to leave alone: not sharded, not moved, and their gradients not reduced.
         dp_mesh_dims: `DataParallelMeshDims`, names of the data-parallel dims of `mesh`. Then `mesh` is the full mesh of the
-            program, and parameters with dims must be DTensors on it, or annotated for it by spmd_types.
+            program, and parameters other than scalars must be DTensors on it, or annotated for it by spmd_types.
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
         sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
@@ -118,7 +118,7 @@ def fully_shard(  # type: ignore[misc]
     Raises:
         ValueError: for a container without forward, a module sharded already, a tensor on another accelerator, a tie between
             units that are not nested, an impossible mesh or placement, or a wrong option. `module` is unchanged then.
-        StateError: if the owner of a tied parameter is inside a step, or its gradients are reduced but not in `.grad` yet.
+        StateError: if the owner of a tied parameter runs (forward or backward), or has reduced gradients not in `.grad` yet.
 
     Example:
         >>> for block in model.blocks:                                                        # doctest: +SKIP
@@ -267,7 +267,7 @@ class PreparedShard:
         return managed, ties, refs
 
     def _broadcast_values(self, managed: ManagedTensors, refs: Sequence[ParamRef]) -> None:
-        """Give all ranks the first rank's values. ValueError on a mesh if only part of it has a tensor on meta. Collective."""
+        """Give all ranks the first rank's values. ValueError if a tensor is on meta on some of the ranks only. Collective."""
         axis = self._axis
         self.runtime.update_timeouts(self._options.checks)
         classes = [type(module).__name__ for module in self.modules]

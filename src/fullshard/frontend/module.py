@@ -468,14 +468,14 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # of a use outside of forward, after unshard(), which no backward reduces
+                parameter.unsharded.grad = None  # of a use after unshard(), outside of forward, that nothing has reduced yet
         for group in unit.groups:  # those kept by earlier backwards
             if group.grads.has_local:
                 group.grads.discard()
 
 
 def meet(units: Sequence[Unit], doing: str) -> None:
-    """Wait for all ranks of these units, before the caller, `doing`, creates process groups on all of them. Collective."""
+    """Wait for all ranks of these units, before the call that `doing` names creates process groups on them. Collective."""
     for unit in {unit.axis.key: unit for unit in reversed(units)}.values():
         unit.agreement(doing).barrier()
 
