@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
@@ -435,12 +436,18 @@ def test_units_that_the_host_has_a_part_in_are_refused_by_name(world: World, wha
     assert torch.equal(job.step(1), before.step(1)), "the next eager step is right"
 
 
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
 @ranks(2, device="sim")
-def test_a_step_of_muon_is_refused_by_name(world: World) -> None:
-    job = Job(world, optimizer=lambda parameters: torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.1))
+def test_a_step_by_owners_is_refused_by_name(world: World, kind: str) -> None:
+    def make(parameters: Any) -> Any:
+        if kind == "Muon":
+            return torch.optim.Muon([one for one in parameters if one.dim() == 2], lr=0.1)
+        return fullshard.whole_view(torch.optim.Adafactor(parameters, lr=0.1))
+
+    job = Job(world, optimizer=make)
     job.step(0)
-    assert "Muon" in " ".join(fullshard.capture_obstacles(job.model, job.optimizer))
-    with pytest.raises(StateError, match="Muon"):
+    assert kind in " ".join(fullshard.capture_obstacles(job.model, job.optimizer))
+    with pytest.raises(StateError, match=kind):
         job.capture()
 
 
@@ -600,6 +607,30 @@ def test_a_capture_that_fails_leaves_the_model_as_an_exception_does(world: World
     for index in range(2, 4):
         assert torch.equal(mine.replay(index), expected.step(index))
     assert_same(mine, expected, "the next capture is right")
+
+
+@pytest.mark.parametrize("how", ["ours", "after install", "of torch"])
+@ranks(2, device="sim")
+def test_a_block_that_raises_keeps_no_gradients(world: World, how: str) -> None:
+    """Also if torch ends its capture as that of any other block."""
+    expected, mine = Job(world), Job(world)
+    for job in (mine, expected):
+        job.step(0)
+    graph, x = torch.sim.Graph(), inputs(world, 1)  # type: ignore[attr-defined]
+    with fullshard.installed() if how != "ours" else contextlib.nullcontext():
+        capture = torch.sim.graph(graph) if how == "of torch" else fullshard.Graph().capture()  # type: ignore[attr-defined]
+        mine.model.set_requires_gradient_sync(False)
+        with pytest.raises(ZeroDivisionError), capture:
+            square(mine.model(x[0])).backward()
+            raise ZeroDivisionError
+        mine.model.set_requires_gradient_sync(True)
+        assert torch.equal(mine.step(1), expected.step(1))
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            mine.capture()  # an exception that the program handles is none of the block's
+        assert torch.equal(mine.replay(2), expected.step(2))
+        assert_same(mine, expected, "the next capture is right")
 
 
 # --- ranks that disagree ---

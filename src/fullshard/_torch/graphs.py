@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -39,9 +41,12 @@ def capturing_into(graph: Any, device: torch.device, **options: Any) -> Any:
 
 
 def follow_graphs(events: GraphEvents) -> Undo:
-    """Report all captures and replays to `events`, by methods of torch's classes of graphs. Return what restores these."""
+    """Report all captures and replays to `events`: replace methods of torch's classes of graphs. Return what restores them."""
+    # By graph: the exception that its program handled when the capture began.
+    handled: weakref.WeakKeyDictionary[Any, BaseException | None] = weakref.WeakKeyDictionary()
 
     def begin(inner: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
+        handled[graph] = sys.exc_info()[1]
         try:
             events.begin(graph)
             inner(graph, *args, **kwargs)
@@ -50,6 +55,9 @@ def follow_graphs(events: GraphEvents) -> Undo:
             raise
 
     def end(inner: Callable[..., None], graph: Any) -> None:
+        raised = sys.exc_info()[1]  # torch.cuda.graph ends the capture of a block that raised in the same way
+        if handled.pop(graph, None) is raised:
+            raised = None
         try:
             try:
                 events.finish(graph)
@@ -58,7 +66,7 @@ def follow_graphs(events: GraphEvents) -> Undo:
         except BaseException as failure:
             events.end(graph, failure)
             raise
-        events.end(graph, None)
+        events.end(graph, raised)
 
     def replay(inner: Callable[..., None], graph: Any) -> None:
         events.replay(graph, functools.partial(inner, graph))

@@ -16,12 +16,12 @@ class RankState:
 
     count: int  # number of calls
     hash: int  # 64-bit hash of these calls
-    notices_read: int = 0  # number of notices that the rank had read
+    notices_read: int = 0  # number of notices (requests and verdicts) that the rank had read
     last: str = ""  # text of the last call; "" before the first one
     waits: str | None = None  # number and text of the call that the rank waits for, as in "3, all_gather of 'a'"
     exception: str | None = None  # class, text and place of the exception that ended the step
     ended: bool = False  # whether the rank ended the program or destroyed its process group
-    beyond: bool = False  # whether the call may also wait for ranks that have no part in the log
+    beyond: bool = False  # whether the call in `waits` may also wait for ranks that have no part in the log
 
     def pack(self) -> bytes:
         """Return the record to publish."""
@@ -49,7 +49,7 @@ class RankState:
 class WaitState:
     """The call that one thread waits for.
 
-    The thread is in the `wait` of this call. With an asynchronous device the host waits for no collective: then the call may be
+    The thread is in the `wait` of this call. With an asynchronous device the host seldom waits: then the call may be
     the oldest one that the device has not completed (docs/error-detection.md).
     """
 
@@ -64,7 +64,7 @@ class WaitState:
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: Any = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll
-        self._seen: tuple[CollectiveLog, int] | None = None  # not the call, which would keep its tensors alive
+        self._seen: tuple[CollectiveLog, int] | None = None  # log and number of a call; not the call: it keeps tensors alive
         self._since = 0.0
 
     def poll_device(self) -> None:

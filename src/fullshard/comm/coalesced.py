@@ -68,9 +68,8 @@ class CoalescedCollectives:
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> Started:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
-        sizes = list(received_sizes), list(sent_sizes)
         # Without async_op, as on nccl, its kernel runs on the current stream.
-        return dist.all_to_all_single(received, sent, *sizes, group=self._group, async_op=self._stages)
+        return dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), self._group, self._stages)
 
     def all_reduce(self, tensor: Tensor) -> Started:
         """Start an all-reduce (sum), in place."""

@@ -20,7 +20,7 @@ class Message:
     """One collective, or copy to or from the host, recorded by `counting`.
 
     Args:
-        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, comparisons of ranks, and
+        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (owners); talk (set-up, comparisons of ranks, and
             calls outside of a step, such as save_weights()); to_device, to_host (CPU offload).
         dtype: element dtype.
         nbytes: bytes of all ranks' chunks, or of the all-reduced tensor; all_to_all, to_device, to_host: of this rank only.
@@ -43,7 +43,7 @@ class TrafficCounter:
 
     @contextmanager
     def counting(self, messages: list[Message] | None = None) -> Iterator[list[Message]]:
-        """Yield `messages` or a new list. Until the block ends it receives each message but norms and tensor-parallel sums."""
+        """Yield `messages` or a new list. Until the block ends it receives each message but norms and those of DTensor."""
         messages = [] if messages is None else messages
         self.listeners.append(messages)
         try:

@@ -44,7 +44,7 @@ class ReplicateAxis:
 class ShardAxis:
     """Axis that parameters are sharded over. A mesh has one, with at most one replicate axis (`replicas`)."""
 
-    mesh: DeviceMesh  # of the DTensors of plain parameters: (shard), (replicate, shard) or (replicate)
+    mesh: DeviceMesh  # on which plain parameters become DTensors: (shard), (replicate, shard) or (replicate)
     group: dist.ProcessGroup | None  # of the ranks that parameters are sharded over; None if they are only replicated
     ranks: int  # number of shards; 1 without a group
     rank: int  # coordinate of this rank on the axis
@@ -83,7 +83,7 @@ class ShardAxis:
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """Axes of a parameter's own mesh over which its gradients stay partial, since the reduction of the unit sums them."""
+        """Data-parallel axes of the mesh a parameter is on already: its gradients stay partial there, the unit sums them."""
         return ()
 
     def place(self, parameter: nn.Parameter, dim: int, *, name: str) -> tuple[DeviceMesh, list[Placement], tuple[int, ...]]:
@@ -145,7 +145,7 @@ def _forget_dead_subgroups() -> None:
 
 
 def subgroup_of(owner: dist.ProcessGroup, role: str, ranks: list[int], *, name: str | None = None) -> dist.ProcessGroup:
-    """Return the process group of `ranks` for one use (`role`), beside `owner`. Their first call, a collective, creates it.
+    """Return the process group of `ranks` for one use (`role`), beside the group `owner`. Collective if it is a new one.
 
     `name`: equal on all `ranks` and unique among their groups. None takes that of `owner`, which must have all of `ranks`.
     """

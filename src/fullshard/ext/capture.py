@@ -1,13 +1,13 @@
 """`Graph`: a training step that is captured once and replayed without the host's work, and what is checked around replays.
 
-The device runs a replay, the host does not: what Python keeps of a step is not kept of a replay. So a capture begins and ends
-with every unit sharded, what a replay writes (shards, `.grad`) is noted, and what it relies on is compared before it.
+The device runs a replay, the host does not: what Python records of a step, it does not record of a replay. So a capture begins
+and ends with every unit sharded, what a replay writes (shards, `.grad`) is noted, and what it relies on is compared before it.
 
     before a capture       all-gathers in flight are waited for, and all heartbeats are read
     its first all-gather   every unit is resharded: what the graph all-gathers depends on nothing before it
     while it lasts         nothing is polled, and nothing is shown to the watchdog; heartbeats become part of the graph
     its end                the captured stream waits for the other streams
-    before a replay        the heartbeat of the last replay, addresses, `.grad` and options of optimizers are compared
+    before a replay        the last heartbeat that arrived, addresses, `.grad` and options of optimizers are compared
     behind a replay        the watchdog follows it
 """
 
@@ -42,6 +42,7 @@ from fullshard.core import (
 )
 from fullshard.errors import StateError
 from fullshard.optim.optimizer_hooks import STEP_LISTENERS
+from fullshard.optim.step_wrapper import view_of
 from fullshard.policies import CPUOffloadPolicy
 
 _group_of: Callable[[Any], Any] = operator.attrgetter("group")
@@ -53,8 +54,8 @@ _grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
 class Graph:
     """Capture a step of sharded models once, and replay it without the host's work.
 
-    Collective: all ranks capture and replay the same graphs in the same order. Run a step eagerly first. What torch.cuda.graph
-    asks of a program it asks here: inputs that are copied to one place, optimizers with capturable=True and learning rates in
+    Collective: all ranks capture and replay the same graphs in the same order. Run a step eagerly first. Asks of a program
+    what torch.cuda.graph asks: inputs that are copied to one place, optimizers with capturable=True and learning rates in
     tensors, gradients that are zeroed in place if the optimizer is not captured, and no reads by the host.
 
     Args:
@@ -131,7 +132,10 @@ def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> l
         >>> graph = None if fullshard.capture_obstacles(model) else fullshard.Graph()         # doctest: +SKIP
     """
     found = [f"Unit '{unit.name}': {why}." for unit in units_below([model]) if (why := _obstacle(unit))]
-    return found + [f"{type(one).__name__}: {why}." for one in optimizers if (why := _obstacle_of(one))]
+    owned = [one for one in optimizers if _torch.steps_as(one, torch.optim.Muon) or view_of(one) == "whole_view"]
+    return found + [
+        f"{type(one).__name__}: in its step the host waits for all ranks. Leave it out of the graph." for one in owned
+    ]
 
 
 def _obstacle(unit: Unit) -> str:
@@ -143,17 +147,11 @@ def _obstacle(unit: Unit) -> str:
     return ""
 
 
-def _obstacle_of(optimizer: torch.optim.Optimizer) -> str:
-    if _torch.steps_as(optimizer, torch.optim.Muon):
-        return "its step waits on the host for all ranks: leave it out of the graph"
-    return ""
-
-
 class Captured:
     """The part of a graph that belongs to one runtime. It keeps no model alive.
 
     Attributes:
-        number: of the graph among those that units of the runtime entered; equal on all ranks, 0 before the first forward.
+        number: of the graph among those that use units of the runtime; equal on all ranks, 0 until one is used.
         units: those that it all-gathers, while it is captured.
         heartbeats: those in it, which each replay sends again.
         steps: the steps of optimizers in it.
@@ -169,7 +167,7 @@ class Captured:
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
         self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
-        self._written: list[weakref.ref[ParamGroup]] = []
+        self._written: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
     @property
     def name(self) -> str:
@@ -182,7 +180,7 @@ class Captured:
         self._versions.update((group, group.version()) for unit in self.runtime.all_units() for group in unit.groups)
 
     def note(self, unit: Unit) -> None:
-        """Record that it all-gathers a unit. Raises StateError if the host has a part in that."""
+        """Record that it all-gathers a unit. Raises StateError for a unit that a graph cannot hold."""
         if unit.number in self.units:
             return
         if why := _obstacle(unit):
@@ -202,11 +200,10 @@ class Captured:
         for group in groups:
             if group.parts is not None:
                 group.parts.keep()
-        self._first = [weakref.ref(group.parameters[0]) for group in groups]
-        self._addresses = self._addresses_of([group.parameters[0] for group in groups])
+        first = [group.parameters[0] for group in groups]
+        self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since `enter`
-        self._written = [weakref.ref(group) for group in every if group.version() != self._versions.get(group)]
-        self._grads = self._grads_of([group.parameters[0] for group in groups])
+        self._written.update(group for group in every if group.version() != self._versions.get(group))
         self._versions.clear()
         self.units = {}
         for log, fingerprints in self._logs.items():
@@ -252,7 +249,7 @@ class Captured:
         for step in self.steps:
             if changed := step.changed():
                 raise StateError(
-                    f"{changed} when {self.name} was captured, which steps as then. Use a tensor for an option, as in "
+                    f"{changed} when {self.name} was captured, and its replays keep to that. Use a tensor for an option, as in "
                     "lr=torch.tensor(0.1), and write to tensors in place; or capture the step again."
                 )
 
@@ -261,10 +258,8 @@ class Captured:
         finish_gathers(self.runtime)  # they may read shards that the graph writes
         for log, fingerprints in self._logs.items():
             log.append(fingerprints[f"replay of {self.name}"])
-        for reference in self._written:  # before it runs: after an interrupt, one all-gather too many is harmless
-            group = reference()
-            if group is not None:
-                group.writes += 1
+        for group in self._written:  # before it runs: after an interrupt, one all-gather too many is harmless
+            group.writes += 1
         run()
         communicator = self.runtime.communicator
         if communicator.wait_state is not None and communicator.async_device is not None:
@@ -277,7 +272,7 @@ class Captured:
 
 
 class CapturedStep:
-    """A captured step of an optimizer. A replay uses the values of options, and the tensors of options and states, of then."""
+    """A captured step of an optimizer. A replay uses the values of options, and the tensors, that the optimizer had then."""
 
     def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
         self._optimizer, found = optimizer, optimizer()
@@ -286,7 +281,7 @@ class CapturedStep:
         self._state = None if state is None else weakref.ref(state)  # one for all: load_state_dict() replaces them together
 
     def changed(self) -> str:
-        """Return what a replay would not use, with its value and that of the capture; "" if nothing changed."""
+        """Return what changed since the capture, with its value now and then; "" if nothing changed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return ""
@@ -340,7 +335,7 @@ class Follower(Listener):
         return found
 
     def begin(self) -> None:
-        """Let what is under way end before a capture. Do nothing inside of a unit, whose modules anybody may capture."""
+        """Let what is under way end before a capture. Do nothing in a forward or backward, of which users may capture parts."""
         runtime = self.runtime
         runtime.recover()
         if runtime.scheduler.running or runtime.backward.underway:
@@ -359,7 +354,7 @@ class Follower(Listener):
 
     def _enter(self, captured: Captured) -> None:
         """Reshard every unit before the graph's first all-gather, so that it depends on nothing before the capture."""
-        if not captured.number:  # only now: other ranks may not capture a graph without units
+        if not captured.number:  # only now: a graph without units may be captured on some ranks only
             self._graphs += 1
             self._border = self.runtime.scheduler.clock
             captured.enter(self._graphs)
@@ -383,7 +378,6 @@ class Follower(Listener):
             return None
         self._border = runtime.scheduler.clock
         if failure is not None or runtime.scheduler.running or runtime.backward.underway:
-            runtime.reducer.heartbeats.take_unread()
             runtime.abort_step()
             return None
         self._shard_all()
@@ -402,8 +396,7 @@ class Follower(Listener):
         captured, runtime = self.captured, self.runtime
         if captured is None:
             return
-        outermost = unit.outermost
-        for one in units_below([] if outermost is None else [outermost]):
+        for one in units_below(unit.modules):
             if one.record.is_pinned and one.number not in captured.units:
                 raise StateError(
                     f"Unit '{one.name}' is kept unsharded by unshard() or resident() around the capture of a graph of the "
@@ -417,10 +410,9 @@ class Follower(Listener):
         self._enter(captured)
 
     def before_backward(self, call: ForwardCall) -> None:
-        """Raise StateError if the backward of a call, or of gradients that were kept, is on another side of a capture."""
+        """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
         unit, is_captured = self.runtime.unit(call.unit), self.captured is not None
-        if unit is None:
-            return
+        assert unit is not None
         if call.end <= self._border or (self.captured is not None and not self.captured.number):
             raise StateError(
                 f"The backward of unit '{unit.name}' and its forward are on two sides of the capture of a graph of the device. "
@@ -438,7 +430,7 @@ class Follower(Listener):
 
 
 class Graphs:
-    """Follows the graphs of the device for the runtimes of a thread (`_torch.GraphEvents`). Nested calls have no effect."""
+    """Follows the graphs of the device for the runtimes of a thread (`_torch.GraphEvents`). Calls for one graph may nest."""
 
     def __init__(self) -> None:
         self._open: Any = None  # the graph that is captured
@@ -453,7 +445,6 @@ class Graphs:
         """Follow the capture of a graph, which is about to begin."""
         if self._open is None:
             self._open = graph
-            self._parts.pop(graph, None)
             for follower in self._followers():
                 follower.begin()
 

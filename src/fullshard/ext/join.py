@@ -21,8 +21,8 @@ def join(self: FSDPModule) -> Tensor:
 
     Use it on a rank that has no input for a unit that other ranks run: no image for the vision tower, no batch at the end of an
     epoch, no token for an expert. Call it in place of the forward, at the same point of the program on all ranks. The units
-    below run in the order of this unit's last forward on this rank, or before any forward in the order of registration. The
-    backward collectives run within the next backward of this rank. The gradients are the same as if the loss of this rank did
+    below run in the order of this unit's last forward on this rank; before its first one, in the order of registration. The
+    backward collectives run within a backward of this rank. The gradients are the same as if the loss of this rank did
     not depend on the unit.
 
     Ranks that compute must not recompute several units in one checkpoint (torch.utils.checkpoint around a module with units
@@ -44,9 +44,8 @@ def join(self: FSDPModule) -> Tensor:
     _refuse_illegal_join(unit, [inner for inner, _ in order])
     grad = torch.is_grad_enabled()
     alone = not scheduler.running
-    # For units that have not run on this rank yet: whether their outputs would require grad. They would if the input has a
-    # graph, which is so if calls of the outermost forward around this one have a pending backward; or if a unit with trainable
-    # parameters has ended.
+    # Whether the outputs of units that have not run on this rank yet would require grad. They would if the input has a graph:
+    # if calls of the outermost forward around this one have a pending backward or, in `_run`, once a trainable unit has ended.
     has_graph = scheduler.has_pending_since(scheduler.clock + 1 if alone else scheduler.running[0].start)
     try:
         last = _run(unit, order, grad=grad, has_graph=has_graph, alone=alone)
@@ -129,7 +128,7 @@ class _Joined(NamedTuple):
     """A call in which other ranks compute and this one only takes part in the collectives."""
 
     call: ForwardCall
-    alone: bool  # True if it was not part of another unit's forward
+    alone: bool  # True if join() was called outside of a forward
 
 
 def _begin_backward(runtime: Runtime, joined: _Joined, *_: object) -> None:
@@ -210,7 +209,7 @@ class _JoinedCalls(Listener):
     def _is_reached(self, joined: _Joined) -> bool:
         """Return True if a joined call belongs to the running backward.
 
-        It does if the backward reached the call's outermost forward. A call that is an outermost forward by itself (`alone`)
+        It does if the backward reached the call's outermost forward. A call of a join() outside of any forward (`alone`)
         belongs to the backward that reached the next outermost forward in which this rank computes, or, if there is none, the
         previous one.
         """

@@ -51,7 +51,7 @@ LEAST_PADDING = 1 << 20  # `has_few_rows` allows padding of fewer bytes
 
 
 def has_few_rows(shape: Sequence[int], dim: int, *, itemsize: int, ranks: int) -> bool:
-    """Return True if at least half of a parameter's equal chunks would be padding, and at least LEAST_PADDING bytes."""
+    """Return True if padding would be at least half the bytes of a parameter's chunks, and at least LEAST_PADDING bytes."""
     rows, nbytes = shape[dim], prod(shape) * itemsize
     padded = (rows + -rows % ranks) * (nbytes // rows) if rows else 0
     return padded >= 2 * nbytes and padded - nbytes >= LEAST_PADDING
@@ -63,7 +63,7 @@ class AllRanksAxis(ShardAxis):
     def joined_with(self, mesh: DeviceMesh) -> DeviceMesh:
         """Return one mesh with this axis, followed by the axes of `mesh`."""
         assert self.hybrid is not None
-        ranks = self.hybrid.joined_with(mesh).mesh.transpose(0, 1).flatten(0, 1)  # of (replicate, shard, ...)
+        ranks = self.hybrid.joined_with(mesh).mesh.transpose(0, 1).flatten(0, 1)  # it was (replicate, shard, ...)
         names = (*(self.mesh.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
         return _torch.mesh_of_groups(mesh.device_type, ranks, [self.group, *_torch.groups_of(mesh)], names)
 
@@ -136,7 +136,7 @@ def in_two_hops(layout: GroupLayout, inner: int, outer: int, *, rank: int) -> tu
     def gathered(place: ParamOffsets) -> tuple[int, ...]:
         """Return the shape of a parameter in the output of the first hop."""
         rows = place.chunk * outer
-        if place.permuted:  # a block has room for its real rows only, so the shape has no padding
+        if place.permuted:  # a block has its real rows in front and padding behind them: the shape has no padding
             rows = Extent.of_chunk(place.shape[place.dim], chunk=rows, rank=rank).rows
         return (*place.shape[: place.dim], rows, *place.shape[place.dim + 1 :])
 
@@ -165,7 +165,7 @@ class TwoHopGroup(ParamGroup):
     """Group of parameters whose flat shard is divided over the replicas as well.
 
     The first hop fills the inner shard, which is the shard that the shard axis alone would give this rank. It runs on the
-    stream of the replicas, so that it overlaps with all-gathers over shards, and only after the shards were written.
+    stream of the replicas, so that it overlaps with all-gathers over shards, and only if shards were written since.
     """
 
     replication = "reduce_scatter over replicas"
@@ -210,7 +210,7 @@ class TwoHopGroup(ParamGroup):
         if inner.version != version:
             inner.free()
             hop = inner.allocate(version)
-            # It starts once the memory of both hops is allocated: the second one is ordered behind it, not behind compute.
+            # The first hop starts once the memory of both is allocated: the second one waits for it alone, not for compute.
             first = partial(self.send, communicator, communicator.all_reduce_stream, hop, f"{action} over replicas")
         return super().start_all_gather(communicator, action, first)
 
@@ -252,7 +252,7 @@ class TwoHopGroup(ParamGroup):
     # --- reduction ---
 
     def new_sum(self, reduced: Tensor) -> Tensor:
-        """Allocate the sum over all ranks, which is a part of the sum over shards."""
+        """Allocate this rank's part of the sum over all ranks, which is smaller than the sum over shards."""
         return reduced.new_empty(self.shard_layout.shard_numel)
 
     def replicate(self, replicas: Collectives, reduced: Tensor, total: Tensor) -> Started:

@@ -184,10 +184,6 @@ class OwnerExchange:
 
     def run(self, fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of each result. Collective."""
-        if self._communicator.capturing:
-            raise StateError(
-                f"{self._doing} waits on the host for all ranks, which a graph of the device cannot hold. Leave it out of that."
-            )
         all_results, own_results = self._memory_of_results()
         back: CollectiveCall | None = None
         # The shards are sent from the memory where the results arrive. So nothing needs memory of its own on this side.
@@ -321,6 +317,10 @@ class OwnerExchange:
 
         `memory`: the shards are sent from there, by bucket; None to allocate memory for each message.
         """
+        if self._communicator.capturing:
+            raise StateError(
+                f"In {self._doing} the host waits for all ranks, which a graph of the device cannot hold. Leave it out."
+            )
         sent: deque[tuple[Tensor, CollectiveCall | None]] = deque()
         for number, route in enumerate(self._routes.buckets):
             slot = self._new(route.owned_numel)
