@@ -87,7 +87,7 @@ class StateStore:
     def _read(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the records that exist.
 
-        One request if all keys are known (one per key without the extended API), one more if all exist; 3 * log2(keys) per gap.
+        One request if all keys are known (one per key without the extended API), else one more; 3 * log2(keys) per missing key.
         """
         if self.is_cut_off:
             return {key: self._last[key] for key in keys if key in self._last}

@@ -5,7 +5,7 @@ What a new backend needs:
 - if it has torch's collectives and ReduceOp.AVG (as all of torch's accelerator backends but MTIA's): no change;
 - if it lacks ReduceOp.AVG: its name in `_SUM_ONLY`. Sums are then scaled afterwards (`CoalescedCollectives`; tests in
   `tests/distributed/test_collectives.py`). Beside AVG, only SUM and MAX are used, no premultiplied sums;
-- if it needs collectives of its own: in their class, the members of `Collectives` (comm/base.py) and `all_to_all` (as in
+- if it needs collectives of its own: a class with the members of `Collectives` (comm/base.py) and with `all_to_all` (as in
   comm/coalesced.py), which Muon's exchange calls; here, a branch in `collectives_for`, and one in `carries_tags` if its
   messages carry tags.
 
@@ -25,7 +25,7 @@ from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
 """Backends without ReduceOp.AVG, by `Backend.name()` in lower case. The name given to `register_backend` may differ: it is used
-only for ProcessGroups in Python that have no backends. (MTIA is recognized by its device.)"""
+only for subclasses of ProcessGroup in Python that have no backends. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

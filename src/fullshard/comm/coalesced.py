@@ -68,7 +68,7 @@ class CoalescedCollectives:
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]) -> Started:
         """Start an all-to-all: send each rank its part, and receive a part from each. Parts are 1-D, in rank order."""
-        # Without async_op, as on nccl, its kernel runs on the current stream.
+        # async_op only if the backend stages. Else, as on nccl, the kernel runs on the current stream.
         return dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), self._group, self._stages)
 
     def all_reduce(self, tensor: Tensor) -> Started:

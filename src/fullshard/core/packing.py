@@ -31,7 +31,7 @@ class ReductionPlan:
     # Picks what is packed, in order, from the gradients and `gaps`; None if there are `blocks`.
     pick: Callable[[Sequence[Any]], Sequence[Tensor]] | None
     gaps: list[Tensor]  # inputs of the gaps, (ranks, size) zeros in the compute dtype
-    direct: tuple[int, ...]  # indices of parameters with a reduce-scatter of their own
+    direct: tuple[int, ...]  # indices of parameters with an input of their own in the first reduce-scatter
     slices: tuple[tuple[Slice, ...], ...]  # slices in each reduce-scatter; the first also has `packed` and `direct`
     blocks: frozenset[int]  # indices of packed parameters whose chunks are not those of torch.chunk along dim 0
     casts_whole: bool  # whether packed gradients are concatenated first and then cast as a whole

@@ -31,7 +31,7 @@ class BackReference(weakref.ref["ShardedParameter"]):
 
 
 def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
-    """Return the back-reference of each tensor, or None. New groups set new ones: their identity shows that a group is new."""
+    """Return the back-reference of each tensor, or None. New groups set new ones: while these stay, so do the groups."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
@@ -58,7 +58,7 @@ def replacement_of(tensor: Tensor) -> nn.Parameter | None:
         return None
     found: nn.Parameter | None = None
     now = _Replacements.by_old.get(tensor)
-    while now is not None:  # more than one, if it was sharded, unsharded and sharded again
+    while now is not None:  # more than one, if it was sharded, undone by undo() and sharded again
         found, now = now, _Replacements.by_old.get(now)
     return found
 
@@ -257,7 +257,7 @@ class ShardedParameter:
         So `old = p.data; p.data = new` and `old = state_dict(); load_state_dict(new, assign=True)` leave `old` unchanged, as
         with plain parameters.
         """
-        # Nothing to copy if `rows` are the shard itself: same address and strides. Tensor subclasses all have the address 0.
+        # Nothing to copy if `rows` are the shard itself: same address and strides. Many tensor subclasses have the address 0.
         if not rows.numel() or (rows.data_ptr() == self.local.data_ptr() != 0 and rows.stride() == self.local.stride()):
             return
         group = self.group()
@@ -273,7 +273,7 @@ class ShardedParameter:
     def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """Return a DTensor with the placements of the sharded parameter and the local tensor `local`."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.sharding.is_plain:
-            # A storage offset gives the wrapper an address, and torch.save then takes it for a tensor with memory of its own.
+            # A storage offset would give the DTensor an address, and torch.save would take it for a tensor with own memory.
             return _torch.dtensor(_torch.as_own_storage(local), self.sharding.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 
@@ -307,7 +307,7 @@ class ShardedParameter:
                     group.slots = None
 
     def read_slots(self, *, assigned: bool, dtensors: bool = False) -> Tensor:
-        """Return this rank's shard, (sharding.shard_shape), as the modules have it now: another tensor if it was moved.
+        """Return this rank's shard, (sharding.shard_shape), as the modules have it: `local`, unless it was moved or replaced.
 
         assigned: accept any other Parameter in a slot, full or sharded like this one, as after load_state_dict(); the last
         slot counts. dtensors: accept DTensors that belong to no unit. All else, and an empty slot, raises StateError.

@@ -63,7 +63,7 @@ def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
 
 def units_below(roots: Iterable[nn.Module]) -> list[Unit]:
     """Return the units at and below these modules, each once."""
-    # By identity: a number is unique in one runtime only.
+    # By identity: `Unit.number` is unique in one runtime only.
     return list(dict.fromkeys(unit for root in roots for inner in root.modules() if (unit := unit_of(inner)) is not None))
 
 

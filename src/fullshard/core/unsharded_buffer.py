@@ -38,7 +38,7 @@ class Storage:
     device: torch.device  # device of the unsharded parameters
     host: bool  # CPU offload: shards are in host memory and are copied to `device` for each all-gather
     pinned: bool  # shards in host memory are pinned, so that copies to the device do not block the host
-    direct: DirectRule  # chooses the parameters with a collective of their own
+    direct: DirectRule  # chooses the parameters with a message of their own
     mp: MixedPrecisionPolicy  # passed to fsdp_pre_all_gather of tensor subclasses
 
     @property

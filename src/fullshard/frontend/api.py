@@ -90,12 +90,12 @@ def fully_shard(  # type: ignore[misc]
             False keeps them: more memory, one all-gather less. None means False for the outermost unit of a forward and
             True for all other units. An int k must divide the size of the shard mesh dim: after forward, each group of k
             neighbouring ranks keeps one copy of the parameters (1/k per rank), and backward all-gathers within that group.
-            A forward without grad always frees them, except under `ZERO2`, `ZERO1` and inside of `resident()`.
+            A forward without grad frees them, but for `ZERO2`, `ZERO1`, `resident()` and graphs of create_graph=True.
         states: the level of ZeRO: `ZERO3` shards everything; `ZERO2` and `ZERO1` keep the unsharded parameters between steps
             and all-gather them once per step, in the first forward after the shards were written; on a hybrid mesh, `HFSDP`
             shards the optimizer's states over the replicas as well (see `StateSharding`).
         shard_placement_fn: called with each parameter; returns the dim to shard: None for dim 0, `Shard(d)` (`d` may be
-            negative, and the dim uneven), or a `ShardPlacementResult` with a mesh for this parameter.
+            negative, and the size of that dim uneven), or a `ShardPlacementResult` with a mesh for this parameter.
         mp_policy: dtypes of computation, communication and outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states in host memory.
         ignored_params: parameters to leave alone: not sharded, not moved, and their gradients not reduced.
@@ -104,7 +104,7 @@ def fully_shard(  # type: ignore[misc]
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
         sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
-            shards. A parameter that nothing wrote since this call (no load, no initialization) must have had equal values on
+            shards. A parameter that nothing wrote since this call (no load, no initialization) must have equal values on
             all ranks. The error names the first parameter that differs, for example because of different seeds. "broadcast"
             copies the parameters and buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the
             environment takes the place of "check".
@@ -157,7 +157,7 @@ class PreparedShard:
     """A `fully_shard` call in steps: the constructor checks the arguments, `check` the tensors, and `apply` shards them.
 
     `check` and `apply` are collective, and so is the constructor where it creates a process group. It takes the arguments
-    of `fully_shard`, and as `units` the modules of all calls that are prepared together. Each call skips those of the others.
+    of `fully_shard`, and as `units` the modules of all calls that are prepared together. None enters modules of the others.
     """
 
     def __init__(
