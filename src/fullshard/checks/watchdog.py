@@ -211,7 +211,7 @@ class Watchdog:
         inquiry = Inquiry(self._store, log, request.number)
         text = self._why(log, inquiry, waits, now)
         if any(state.beyond and state.replies_to(request.number) for state in inquiry.states.values()):
-            late.clear()  # a rank may wait in its all-reduce hook for replicas outside of this log: nobody here is late
+            late.clear()  # a rank may wait in its all-reduce hook, for ranks that have no part in this log: nobody here is late
         if text is None and late:
             state, call = late[0]
             if inquiry.is_complete or state.seconds_waiting(now) > (state.timeout or 0.0) + interval:

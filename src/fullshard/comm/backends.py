@@ -24,8 +24,8 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
-"""Backends without ReduceOp.AVG, by `Backend.name()` in lower case. The name given to `register_backend` may differ: it is used
-only for subclasses of ProcessGroup in Python that have no backends. (MTIA is recognized by its device.)"""
+"""Backends without ReduceOp.AVG, by `Backend.name()` in lower case. Only for subclasses of ProcessGroup in Python that have no
+backends, by the name given to `register_backend`, which may differ. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks that take part, ascending: of several axes those of the first; (0,) for a rank that is alone."""
+        """Global ranks, ascending: those given; else, of several groups, those of the first axis; (0,) for a rank alone."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:
@@ -144,7 +144,7 @@ class Agreement(Ranks):
     # --- bytes ---
 
     def first_unequal(self, rows: Tensor, present: Tensor | None = None) -> int | None:
-        """Return the first row that differs between the ranks that have it, else None. Collective: one message per axis.
+        """Return the first row that differs between the ranks that have it, else None. Collective: a message per process group.
 
         `rows`: (rows, bytes) of uint8. `present`: (rows,) of uint8, 1 for the rows that this rank has; None if it has all.
         """
@@ -156,7 +156,7 @@ class Agreement(Ranks):
         return int(differ[0]) if differ.numel() else None
 
     def all_equal(self, content: bytes) -> bool:
-        """Return True if `content` is equal on all ranks. Collective: a digest and its complement, 16 bytes, per axis."""
+        """Return True if `content` is equal on all ranks. Collective: a digest and its complement, 16 bytes, per group."""
         digest = hashlib.sha256(content).digest()[:8]
         return self.first_unequal(torch.tensor([list(digest)], dtype=torch.uint8, device=self.device)) is None
 

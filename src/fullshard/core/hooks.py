@@ -196,7 +196,7 @@ class StateHooks:
     """State-dict hooks of one unit: save sharded parameters, and load both sharded and unsharded tensors."""
 
     def __init__(self, unit: Unit | None = None) -> None:
-        self._unit: Any = unit  # None after a copy or pickle; the hooks then do nothing
+        self._unit: Any = unit  # None after a copy or pickle; the hooks then skip all that needs a unit
 
     def __reduce__(self) -> Any:
         return StateHooks, ()

@@ -111,8 +111,8 @@ class GradientReducer:
             communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish
         )
         # The result of polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on
-        # the CPU the wait for it starts the all-reduce. Do not poll any collective whose memory is allocated by another
-        # collective (symmetric memory).
+        # the CPU the wait for it starts the all-reduce. Do not poll a collective in memory of a custom allocator either: the
+        # allocation may be a collective itself (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
         self.in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
         if reduction.factors.has_second_step:
@@ -244,7 +244,7 @@ class GradientReducer:
         )
 
     def decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Decide to set gradients: of parameters that any rank used; of all trainable ones if no heartbeat had to be read.
+        """Decide to set gradients: of parameters that any rank used; of all trainable ones where no heartbeat `must_be_read`.
 
         An interrupt does not undo it. Raises StateError if ranks diverged; an accelerator may show that in a later step only.
         """

@@ -71,7 +71,7 @@ class UnitRecord:
     next_forward: tuple[int, ...] | None = None
     next_backward: tuple[int, ...] | None = None
 
-    resident_blocks: int = 0  # resident() blocks around the unit; while there are any, it stays unsharded
+    resident_blocks: int = 0  # resident() blocks around the unit; while there are any, only `_drop` reshards it
     unsharded_by_user: bool = False
     residency: Residency = Residency.SHARDED
 
@@ -85,7 +85,7 @@ class UnitRecord:
     since: int = -1  # when a reset last set `live_graphs` to 0: graphs of calls that had ended by then do not count
 
     # How many forwards of the unit are in progress. If it has several modules: (module, start) of each module's forward that
-    # is in progress, and the modules that have yet to run.
+    # is in progress, and the modules whose forward has not ended.
     running: int = 0
     parts: list[tuple[int, int]] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
@@ -170,7 +170,7 @@ class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
     One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or a series of outermost
-    forwards, which ends after a forward of several units, before its first unit starts again, or with a backward.
+    forwards; the series ends after a forward of several units, before its first unit starts again, or when a backward ends.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -242,7 +242,7 @@ class Scheduler:
     # --- forward ---
 
     def before_forward(self, unit: int, *, stale: bool = False, parts: Sequence[int] = ()) -> list[Action]:
-        """Unshard the unit, and prefetch the next ones. A forward that is recomputed calls `before_recompute` instead.
+        """Unshard the unit, and prefetch the next ones. A recomputation calls `before_recompute` instead.
 
         `stale`, here and below: the shards changed since the unit was unsharded, so it is unsharded again. `parts`: if the
         unit has several modules, the id of the one that begins, then those of all.
@@ -334,7 +334,7 @@ class Scheduler:
         return since
 
     def _end_call(self, unit: int, since: int) -> list[ForwardCall]:
-        """End the innermost call of the unit, after the calls inside it that began after `since` and never ended.
+        """End the innermost call of the unit, but first the calls inside it that began after `since` and never ended.
 
         `since`: start of the module's forward that ends now, -1 for all. Calls that began before it stay open.
         """
@@ -374,7 +374,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward: only what is prefetched in it is surely current."""
+        """Begin a phase at the first event of a backward: what is prefetched in it counts as current, even if written since."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1
@@ -483,7 +483,7 @@ class Scheduler:
         return any(call.start >= begin for call in self._pending.values())
 
     def start_of_outermost(self, call: ForwardCall) -> int:
-        """Return the start of the outermost forward that `call` was part of, -1 if that is too long ago."""
+        """Return the clock just before the last outermost forward that began before `call`; -1 if that is too long ago."""
         return next((start for start in reversed(self.outermost_starts) if start < call.start), -1)
 
     # --- prefetching ---

@@ -29,7 +29,7 @@ OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, a view of one, or an empty tensor like one. Other operators, and `p.detach()`, return DTensors.
+    """A sharded parameter, a view of one, or an empty tensor like one. All other new tensors, as of `p.detach()`, are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
@@ -71,7 +71,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A DTensor over the same memory, whose wrapper has a version counter of its own. Writes to it are recorded, too."""
+        """A DTensor over the same memory; the local tensors share a version counter, the wrappers do not. Notes writes, too."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made
@@ -111,7 +111,7 @@ class ShardedDTensor(DTensor):
 
     def detach(self) -> Any:
         """Return a DTensor. If this is a view, or the constructor of nn.Parameter is the caller, return a ShardedDTensor."""
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # it raises in inference mode
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():  # detach raises in that mode
             made: Any = _torch.with_version_of(super().detach(), self)  # type: ignore[misc, arg-type]
         if _torch.makes_parameter():  # nn.Parameter() requires that `detach` keeps the class
             made.__class__ = ShardedDTensor
