@@ -1870,14 +1870,14 @@ class _Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Layer(), Layer()
+        self.first, self.second = _Layer(), _Layer()
 
     def forward(self, x: Tensor, *, both: bool, computes: bool = True) -> Tensor:
         x = self.first(x, computes=True)
         return self.second(x, computes=computes) if both else x
 
 
-class Layer(nn.Linear):
+class _Layer(nn.Linear):
     def __init__(self) -> None:
         super().__init__(5, 5)
 

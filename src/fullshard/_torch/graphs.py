@@ -51,6 +51,7 @@ def follow_graphs(events: GraphEvents) -> Undo:
             events.begin(graph)
             inner(graph, *args, **kwargs)
         except BaseException as failure:
+            handled.pop(graph, None)
             events.end(graph, failure)
             raise
 

@@ -16,7 +16,7 @@ class RankState:
 
     count: int  # number of calls
     hash: int  # 64-bit hash of these calls
-    notices_read: int = 0  # number of notices (requests and verdicts) that the rank had read
+    notices_read: int = 0  # number of notices (see `StateStore`) that the rank had read
     last: str = ""  # text of the last call; "" before the first one
     waits: str | None = None  # number and text of the call that the rank waits for, as in "3, all_gather of 'a'"
     exception: str | None = None  # class, text and place of the exception that ended the step

@@ -43,7 +43,7 @@ class TrafficCounter:
 
     @contextmanager
     def counting(self, messages: list[Message] | None = None) -> Iterator[list[Message]]:
-        """Yield `messages` or a new list. Until the block ends it receives each message but norms and those of DTensor."""
+        """Yield `messages` or a new list. Until the block ends it receives each message, except norms and DTensor's own."""
         messages = [] if messages is None else messages
         self.listeners.append(messages)
         try:

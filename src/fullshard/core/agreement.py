@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks, ascending: those given; else, of several groups, those of the first axis; (0,) for a rank alone."""
+        """Global ranks, ascending: the given ones, else those of the first axis; (0,) for a rank that is alone."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:

@@ -1,4 +1,4 @@
-"""Gradients that a group keeps between backwards, and what the log may say of the next reduction."""
+"""Gradients that a group keeps between backwards, and whether it has set `.grad` since they were discarded."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Runtime:
     # --- actions ---
 
     def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
-        """Run actions in order. If one raises, free its unit and those of later actions: for the scheduler all are done.
+        """Run actions in order. If one raises, free the units of this and later actions, which the scheduler takes for done.
 
         `observed`: the caller has reported them already (`_observe`).
         """

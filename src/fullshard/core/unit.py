@@ -408,7 +408,7 @@ class Unit:
         for group in self.groups:
             group.count_anew()
 
-    # --- public calls; those that are not always legal first check whether they are ---
+    # --- public calls; some check first whether they are legal now ---
     # Callers obtain the unit from `require_unit` or `units_of`, which reset what an interrupt left.
 
     def unshard(self) -> None:

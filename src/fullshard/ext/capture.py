@@ -167,7 +167,7 @@ class Captured:
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
         self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
-        self._written: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
+        self._written: list[weakref.ref[ParamGroup]] = []
 
     @property
     def name(self) -> str:
@@ -203,7 +203,7 @@ class Captured:
         first = [group.parameters[0] for group in groups]
         self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since `enter`
-        self._written.update(group for group in every if group.version() != self._versions.get(group))
+        self._written = [weakref.ref(group) for group in every if group.version() != self._versions.get(group)]
         self._versions.clear()
         self.units = {}
         for log, fingerprints in self._logs.items():
@@ -258,8 +258,9 @@ class Captured:
         finish_gathers(self.runtime)  # they may read shards that the graph writes
         for log, fingerprints in self._logs.items():
             log.append(fingerprints[f"replay of {self.name}"])
-        for group in self._written:  # before it runs: after an interrupt, one all-gather too many is harmless
-            group.writes += 1
+        for reference in self._written:  # before it runs: after an interrupt, one all-gather too many is harmless
+            if (group := reference()) is not None:
+                group.writes += 1
         run()
         communicator = self.runtime.communicator
         if communicator.wait_state is not None and communicator.async_device is not None:
@@ -335,7 +336,7 @@ class Follower(Listener):
         return found
 
     def begin(self) -> None:
-        """Let what is under way end before a capture. Do nothing in a forward or backward, of which users may capture parts."""
+        """Let what is under way end before a capture. In a forward or backward do nothing: users may capture parts of it."""
         runtime = self.runtime
         runtime.recover()
         if runtime.scheduler.running or runtime.backward.underway:
@@ -396,7 +397,7 @@ class Follower(Listener):
         captured, runtime = self.captured, self.runtime
         if captured is None:
             return
-        for one in units_below(unit.modules):
+        for one in units_below([root for root in (unit.outermost, *unit.modules) if root is not None]):
             if one.record.is_pinned and one.number not in captured.units:
                 raise StateError(
                     f"Unit '{one.name}' is kept unsharded by unshard() or resident() around the capture of a graph of the "
