@@ -114,7 +114,7 @@ def parts_of(
 
 
 def holders(parts: Sequence[DTensor], inner: Sequence[Tensor], flat: Tensor) -> tuple[int, ...]:
-    """Return counts of what refers to DTensors over parts of `flat`, in Python and C++, and of what users set on them.
+    """Return counts of what refers to DTensors over parts of `flat`, in Python and C++, and of attributes users set on them.
 
     `inner`: their local tensors. While the counts are those of when only the caller referred to `parts`, they and their memory
     belong to the caller.
@@ -126,7 +126,6 @@ def holders(parts: Sequence[DTensor], inner: Sequence[Tensor], flat: Tensor) -> 
         sum(map(sys.getrefcount, parts)) + sum(map(len, map(vars, parts))),
         sum(map(sys.getrefcount, inner)),
         sys.getrefcount(storage) + torch._C._storage_Use_Count(storage._cdata),  # type: ignore[attr-defined]
-        sum(map(_requires_grad, parts)),
     )
 
 
@@ -148,7 +147,6 @@ def are_as_made(parts: Sequence[DTensor], inner: Sequence[Tensor], specs: Sequen
 
 
 _spec: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
-_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 """Return the tensor object that a DTensor wraps. `to_local()` returns a view of it, and autograd records that."""

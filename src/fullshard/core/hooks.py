@@ -107,7 +107,7 @@ class ForwardHooks:
             )
         elif dtype is None:
             return None
-        return (args, kwargs) if dtype is None else cast_floats((args, kwargs), dtype)
+        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), kwargs and cast_floats(kwargs, dtype))
 
     @_torch.not_traced
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -34,6 +34,7 @@ _is_trainable: Callable[[Any], bool] = operator.attrgetter("requires_grad")
 _grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
 _local: Callable[[ShardedParameter], Tensor] = operator.attrgetter("local")
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
+_STRIDED = repeat(torch.strided)  # the layout of each dense gradient, and of one that is missing
 
 
 class ParamGroup:
@@ -231,7 +232,7 @@ class ParamGroup:
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.sharded))
             and (again or all(map(operator.is_, map(_torch.local_tensor, self.sharded), map(_local, self.parameters))))
         ):
-            deque(map(dict.__setitem__, slots.held, slots.names, slots.unsharded), maxlen=0)
+            deque(map(operator.setitem, slots.held, slots.names, slots.unsharded), maxlen=0)
             return
         for parameter in self.parameters:
             unsharded, sharded = parameter.unsharded, parameter.sharded
@@ -254,7 +255,7 @@ class ParamGroup:
             and self._trainable == [*map(_is_trainable, self._unsharded)]
             and all(map(operator.is_, map(dict.get, slots.held, slots.names), slots.unsharded))
         ):
-            deque(map(dict.__setitem__, slots.held, slots.names, slots.sharded), maxlen=0)
+            deque(map(operator.setitem, slots.held, slots.names, slots.sharded), maxlen=0)
             self.installed = False
             return
         for parameter, trainable in zip(self.parameters, self._trainable):
@@ -495,11 +496,9 @@ class ParamGroup:
         grads: list[Tensor | None] = [*map(_grad, self._unsharded)]
         if not any(map(operator.is_not, grads, repeat(None))):
             return None
-        for index, (unsharded, grad) in enumerate(zip(self._unsharded, grads)):
-            if grad is not None:
-                if grad.layout is not torch.strided:
-                    raise self._sparse_error(index, grad)
-                unsharded.grad = None
+        if not all(map(operator.is_, map(getattr, grads, repeat("layout"), _STRIDED), _STRIDED)):
+            raise self._sparse_error(grads)
+        deque(map(setattr, self._unsharded, repeat("grad"), repeat(None)), maxlen=0)
         if self._is_plain:
             return grads
         pairs, reduce = [*zip(self.parameters, grads)], self.dtypes.reduce
@@ -515,11 +514,12 @@ class ParamGroup:
         """Start the reduction of `reduced`, the sum over shards, over the replicas, into `total`."""
         return replicas.all_reduce(reduced)
 
-    def _sparse_error(self, index: int, grad: Tensor) -> StateError:
-        parameter = self.parameters[index]
+    def _sparse_error(self, grads: Sequence[Tensor | None]) -> StateError:
+        found = zip(self.parameters, grads)
+        parameter, layout = next((p, g.layout) for p, g in found if g is not None and g.layout is not torch.strided)
         return StateError(
             f"Expected a dense gradient of parameter '{parameter.name}' of unit '{parameter.unit_name.name}', got layout "
-            f"{grad.layout}. Build the module with sparse=False, or leave it out by ignored_params."
+            f"{layout}. Build the module with sparse=False, or leave it out by ignored_params."
         )
 
 

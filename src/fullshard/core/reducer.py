@@ -161,16 +161,13 @@ class GradientReducer:
         for listener in tuple(self._listeners):
             listener.on_discard(unit)
         if _is_deferred(unit) or any(owner is unit for owner, _ in self.undelivered):
-            self._drop([unit.number])
+            self.abort([unit.number])
         for group in unit.groups:
             group.grads.discard()
         self._keeping.pop(unit.number, None)
 
     def abort(self, units: Container[int]) -> None:
         """Wait for everything in flight, ignoring its errors, and drop the reductions of these units (by number)."""
-        self._drop(units)
-
-    def _drop(self, units: Container[int]) -> None:
         self.in_flight.drain_quietly()
         self.replicating.drain_quietly()
         self._reduced = [(weakref.ref(unit), reduction) for unit, reduction in self.undelivered if unit.number not in units]

@@ -475,7 +475,7 @@ def pack(
         dtypes = {*map(getattr, picked, repeat("dtype"), repeat(None))}  # None if a gradient is missing
         is_uniform = len(dtypes) == 1 and None not in dtypes
         if is_uniform and memory is None and not in_place and (plan.casts_whole or total.dtype in dtypes):
-            message = _torch.chunk_cat(picked, layout.ranks).to(total.dtype).view(-1)
+            message = _torch.chunk_cat(picked, layout.ranks, total.dtype).view(-1)
         else:
             numel = layout.ranks * plan.numel
             # in place, the packed gradients are the sum already

@@ -21,7 +21,7 @@ from fullshard.comm.streams import Work, stream_for
 from fullshard.core.communicator import Communicator
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reducer import GradientReducer, Listener
-from fullshard.core.scheduler import Action, Move, Residency, Scheduler, UnitRecord
+from fullshard.core.scheduler import PASS_BY, REDUCE, RESHARD, SHARDED, UNSHARD, WAIT, Action, Move, Scheduler, UnitRecord
 from fullshard.core.sharded_tensor import restore_subclass
 from fullshard.core.unit import Unit, is_attached
 from fullshard.core.unit_options import KeepAfterForward
@@ -176,27 +176,27 @@ class Runtime:
             try:
                 if observe:
                     self._observe(move, unit)
-                elif move is Move.UNSHARD:
+                elif move is UNSHARD:
                     if not unit.gathers_decided:
                         unit.decide_gathers()
                     text = "backward gather" if self.backward.underway else "forward gather"
                     works = self.gathering[number] = []
                     for group in unit.groups:
                         works.append((group, group.start_all_gather(self.communicator, text)))
-                elif move is Move.WAIT:
+                elif move is WAIT:
                     for group, work in self.gathering[number]:
                         work.wait()
                         group.finish_all_gather()
                     del self.gathering[number]
                     if unit.record.unsharded_by_user or unit.record.resident_blocks:
                         unit.expose()
-                elif move is Move.RESHARD:
+                elif move is RESHARD:
                     unit.free_unsharded()
-                elif move is Move.SAVE_SUBGROUP_SHARD:
+                elif move is REDUCE or move is PASS_BY:
+                    self._end_unit(unit, reduces=move is REDUCE)
+                else:  # SAVE_SUBGROUP_SHARD
                     for group in unit.groups:
                         group.save_subgroup_shard()
-                else:
-                    self._end_unit(unit, reduces=move is Move.REDUCE)
             except BaseException:
                 for failed in dict.fromkeys(number for _, number in actions[index:]):
                     unit = self.unit(failed)
@@ -215,7 +215,7 @@ class Runtime:
 
     def _end_unit(self, unit: Unit, *, reduces: bool) -> None:
         """Reduce the gradients of a unit whose backward is done; if its parameters get none (`PASS_BY`), log that instead."""
-        if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
+        if unit.record.residency is not SHARDED and not unit.record.is_pinned:
             unit.uninstall()
         if not reduces:
             self.backward.passed.add(unit.number)
@@ -278,7 +278,7 @@ class Runtime:
         self.run(self.scheduler.after_backward())
         units = self.backward.units
         for number, unit in sorted(units.items()):
-            if unit.record.residency is not Residency.SHARDED and not unit.record.is_pinned:
+            if unit.record.residency is not SHARDED and not unit.record.is_pinned:
                 unit.uninstall()
             # Zero-bubble schedules set `.grad` of unsharded parameters between backwards of inputs: leave it to accumulate.
             if number in self.backward.passed and not unit.options.reduces:

@@ -38,6 +38,10 @@ class Move(enum.Enum):
     PASS_BY = "pass_by"  # log a backward that gives no parameter of the unit a gradient, as autograd.grad(loss, x)
 
 
+# The members in order, as globals: before Python 3.12, `Move.WAIT` takes as long as a call.
+UNSHARD, WAIT, SAVE_SUBGROUP_SHARD, RESHARD, REDUCE, PASS_BY = Move
+SHARDED, GATHERING, FULL = Residency
+NEVER, ALWAYS, OUTERMOST, PARTLY, KEPT = KeepAfterForward
 Action: TypeAlias = tuple[Move, int]  # the move, and the number of the unit that it acts on
 
 
@@ -73,7 +77,7 @@ class UnitRecord:
 
     resident_blocks: int = 0  # resident() blocks around the unit; while there are any, only `_drop` reshards it
     unsharded_by_user: bool = False
-    residency: Residency = Residency.SHARDED
+    residency: Residency = SHARDED
 
     # Calls whose backward may still come, judged by the order of events. Equal on every rank, so it may decide about
     # collectives.
@@ -101,7 +105,7 @@ class UnitRecord:
     @property
     def is_pinned(self) -> bool:
         """True if the user unsharded the unit, with unshard() or resident(), and its all-gather was waited for."""
-        return self.residency is Residency.FULL and (self.unsharded_by_user or self.resident_blocks > 0)
+        return self.residency is FULL and (self.unsharded_by_user or self.resident_blocks > 0)
 
 
 @dataclass(slots=True)
@@ -273,7 +277,7 @@ class Scheduler:
     def drop_stale(self, units: Iterable[int]) -> list[Action]:
         """Reshard units that were kept over a step and are stale. Call this outside of forward and backward."""
         records = [self._records[unit] for unit in units]
-        kept = [record for record in records if record.options.retention is KeepAfterForward.KEPT and not record.is_pinned]
+        kept = [record for record in records if record.options.retention is KEPT and not record.is_pinned]
         return [action for record in kept for action in (*self.finish_unshard(record.number), *self._reshard(record))]
 
     def after_forward(self, unit: int, *, grad: bool, part: int | None = None) -> ForwardResult:
@@ -304,7 +308,7 @@ class Scheduler:
             other = self._records[inner.unit]
             other.last, other.had_grad = inner, grad
             retention = other.options.retention
-            if retention is not KeepAfterForward.KEPT and not (grad and retention is KeepAfterForward.ALWAYS):
+            if retention is not KEPT and not (grad and retention is ALWAYS):
                 actions += self._reshard(other)
         record.last, record.had_grad = call, grad
         if record.running:  # the unit called itself
@@ -313,13 +317,13 @@ class Scheduler:
         if outermost and call.end - call.start > 1:  # units ran inside
             # End the run: it must not lead to prefetching the next outermost forward, whose model some ranks may have deleted.
             self.forward_order.close()
-        if retention is KeepAfterForward.KEPT or record.resident_blocks:
+        if retention is KEPT or record.resident_blocks:
             record.unsharded_by_user = False
-        stays = retention is KeepAfterForward.ALWAYS or (retention is KeepAfterForward.OUTERMOST and outermost)
-        if retention is not KeepAfterForward.KEPT and not (grad and stays):
-            whole = record.residency is Residency.FULL and not record.resident_blocks
-            if grad and retention is KeepAfterForward.PARTLY and whole:
-                actions.append((Move.SAVE_SUBGROUP_SHARD, unit))
+        stays = retention is ALWAYS or (retention is OUTERMOST and outermost)
+        if retention is not KEPT and not (grad and stays):
+            whole = record.residency is FULL and not record.resident_blocks
+            if grad and retention is PARTLY and whole:
+                actions.append((SAVE_SUBGROUP_SHARD, unit))
             actions += self._reshard(record)
         return ForwardResult(call, closed, actions)
 
@@ -447,8 +451,8 @@ class Scheduler:
         actions += self._drop_unused()
         for record in self._records.values():
             wanted = record.unsharded_by_user or record.options.stays_after_backward or record.running
-            over = record.pending_backwards == 0 or record.options.retention is KeepAfterForward.NEVER
-            if record.residency is Residency.FULL and over and not wanted:
+            over = record.pending_backwards == 0 or record.options.retention is NEVER
+            if record.residency is FULL and over and not wanted:
                 actions += self._reshard(record)
         self.forward_order.close()
         self.backward_order.close()
@@ -466,7 +470,7 @@ class Scheduler:
                 del self._entered[unit]
                 if not record.options.stays_after_backward:
                     actions += self._reshard(record)  # first, so that the reduction can use this memory
-                actions.append((Move.PASS_BY if record.passed else Move.REDUCE, unit))
+                actions.append((PASS_BY if record.passed else REDUCE, unit))
         return actions
 
     # --- pending backwards ---
@@ -509,15 +513,15 @@ class Scheduler:
                 expected = next(([other.unit] for other in pending if begin < other.start < call.start), [])
             following = expected if by_user is None else by_user
         actions = self._drop(record) if stale else []
-        if itself and record.residency is Residency.SHARDED:
+        if itself and record.residency is SHARDED:
             self.stats.missed += order.has_left
             self.stats.gathers += 1
-            actions.append((Move.UNSHARD, record.number))
-            record.residency = Residency.GATHERING
-        if record.residency is Residency.GATHERING:
+            actions.append((UNSHARD, record.number))
+            record.residency = GATHERING
+        if record.residency is GATHERING:
             self.prefetched.pop(record.number, None)
-            record.residency = Residency.FULL
-            actions.append((Move.WAIT, record.number))
+            record.residency = FULL
+            actions.append((WAIT, record.number))
         for unit in following:
             other = self._records.get(unit)
             if other is None or not other.is_attached():
@@ -528,12 +532,12 @@ class Scheduler:
                 is_over = other.nbytes + sum(self._records[one].nbytes for one in self.prefetched) > budget
             if by_user is None and is_over:
                 break
-            if other.residency is Residency.SHARDED and (other.options.gathers_in_backward or not is_backward):
+            if other.residency is SHARDED and (other.options.gathers_in_backward or not is_backward):
                 self.prefetched[unit] = self.phase
                 self.stats.prefetched += 1
                 self.stats.gathers += 1
-                actions.append((Move.UNSHARD, unit))
-                other.residency = Residency.GATHERING
+                actions.append((UNSHARD, unit))
+                other.residency = GATHERING
         return actions
 
     def _drop_unused(self) -> list[Action]:
@@ -541,10 +545,10 @@ class Scheduler:
         actions: list[Action] = []
         for unit in self.prefetched:
             record = self._records[unit]
-            if record.residency is Residency.GATHERING:
+            if record.residency is GATHERING:
                 self.stats.unused += 1
-                record.residency = Residency.SHARDED
-                actions += [(Move.WAIT, unit), (Move.RESHARD, unit)]
+                record.residency = SHARDED
+                actions += [(WAIT, unit), (RESHARD, unit)]
         self.prefetched.clear()
         return actions
 
@@ -567,35 +571,35 @@ class Scheduler:
     def finish_unshard(self, unit: int) -> list[Action]:
         """Wait for the all-gather of a unit, if one is in flight."""
         record = self._records[unit]
-        if record.residency is not Residency.GATHERING:
+        if record.residency is not GATHERING:
             return []
         self.prefetched.pop(unit, None)
-        record.residency = Residency.FULL
-        return [(Move.WAIT, unit)]
+        record.residency = FULL
+        return [(WAIT, unit)]
 
     def start_unshard(self, record: UnitRecord) -> list[Action]:
         """Start the all-gather of a unit, if it is sharded."""
-        if record.residency is not Residency.SHARDED:
+        if record.residency is not SHARDED:
             return []
-        record.residency = Residency.GATHERING
+        record.residency = GATHERING
         self.stats.gathers += 1
-        return [(Move.UNSHARD, record.number)]
+        return [(UNSHARD, record.number)]
 
     def _reshard(self, record: UnitRecord) -> list[Action]:
         """Reshard an unsharded unit, unless it is resident or the graph of a backward needs it."""
         record.unsharded_by_user = False
         needed = record.resident_blocks > 0 or record.create_graph_phase != -1
-        if needed or record.residency is not Residency.FULL:
+        if needed or record.residency is not FULL:
             return []
-        record.residency = Residency.SHARDED
-        return [(Move.RESHARD, record.number)]
+        record.residency = SHARDED
+        return [(RESHARD, record.number)]
 
     def _drop(self, record: UnitRecord) -> list[Action]:
         """Reshard a unit, whatever needs it, after the wait for its all-gather if one is in flight."""
         actions = self.finish_unshard(record.number)
-        if record.residency is Residency.FULL:
-            record.residency = Residency.SHARDED
-            actions.append((Move.RESHARD, record.number))
+        if record.residency is FULL:
+            record.residency = SHARDED
+            actions.append((RESHARD, record.number))
         return actions
 
     # --- recovery ---
@@ -603,7 +607,7 @@ class Scheduler:
     def discard(self, unit: int) -> None:
         """Mark a unit sharded, as its unsharded parameters are dropped, for example after an action on it that raised."""
         record = self._records[unit]
-        record.residency, record.unsharded_by_user, record.create_graph_phase = Residency.SHARDED, False, -1
+        record.residency, record.unsharded_by_user, record.create_graph_phase = SHARDED, False, -1
         self.prefetched.pop(unit, None)
 
     def broken_units(self, reached: Iterable[int]) -> set[int]:

@@ -18,7 +18,7 @@ from fullshard.core.agreement import Agreement
 from fullshard.core.layout import DirectRule
 from fullshard.core.mesh import ShardAxis, resolve_mesh
 from fullshard.core.param_group import ParamGroup, group_parameters, kind_of
-from fullshard.core.scheduler import ForwardCall, Residency, UnitRecord
+from fullshard.core.scheduler import FULL, SHARDED, ForwardCall, Residency, UnitRecord
 from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit_options import UnitOptions
 from fullshard.core.unsharded_buffer import Storage
@@ -168,10 +168,10 @@ class Unit:
             if self.first_use:
                 self.check_first_use(module)
             stale = False
-            if record.residency is not Residency.SHARDED:
+            if record.residency is not SHARDED:
                 for group in self.groups:  # even if prefetched in this forward: the caller may have written since (MoCo)
                     stale = stale or group.stale
-                if record.residency is Residency.FULL:
+                if record.residency is FULL:
                     self.uninstall()  # takes over `requires_grad`
             runtime.trace.append((record.number, True))
             parts = [id(one) for one in (module, *self.modules)] if self.is_list else ()
@@ -226,12 +226,12 @@ class Unit:
             if inner is not None:
                 inner.uninstall()
         # Take parameters that stay unsharded off the modules as well: between forwards, callers expect the sharded ones.
-        if record.residency is Residency.FULL and not record.is_pinned and not record.running:
+        if record.residency is FULL and not record.is_pinned and not record.running:
             self.uninstall()
         if ended.actions:
             runtime.run(ended.actions)
         # After set_unshard_in_backward(False), a backward that needs the parameters must raise.
-        if grad and not self.options.gathers_in_backward and record.residency is Residency.SHARDED:
+        if grad and not self.options.gathers_in_backward and record.residency is SHARDED:
             for group in self.groups:
                 group.invalidate_autograd()
         if runtime.reducer.in_flight.entries:  # of a backward that did not end the step, or of a deleted model
@@ -272,7 +272,7 @@ class Unit:
         runtime.backward.units[record.number] = self
         for listener in runtime.listeners:
             listener.before_backward(call)
-        stale = record.residency is not Residency.SHARDED and not call.copied and self.stale_in_backward()
+        stale = record.residency is not SHARDED and not call.copied and self.stale_in_backward()
         collects = call.copied or runtime.backward.collects or self._collects()
         if torch.is_grad_enabled():  # create_graph=True: the graph of this backward needs the parameters as well
             with torch.no_grad():
@@ -281,7 +281,7 @@ class Unit:
                 self.hook_late_grads()
         else:  # grad mode is off already; another no_grad() costs more than `before_backward`
             runtime.run(scheduler.before_backward(call, stale=stale, collects=collects))
-        if record.residency is Residency.FULL:
+        if record.residency is FULL:
             for group in self.groups:  # for a recomputation inside of the unit, without the unit's hooks
                 group.install(again=True)
 
@@ -289,9 +289,7 @@ class Unit:
         """Return False if the backward gives no parameter of the unit a gradient: all are frozen, or not in its `inputs=`."""
         unsharded = [parameter.unsharded for parameter in self.parameters]
         leaves = [full for full in unsharded if full is not None and full.requires_grad]
-        if not leaves:
-            return False
-        self.runtime.backward.collects = _torch.accumulates_into(leaves)
+        self.runtime.backward.collects = bool(leaves) and _torch.accumulates_into(leaves)
         return self.runtime.backward.collects
 
     def hook_late_grads(self) -> None:
@@ -354,7 +352,7 @@ class Unit:
     @property
     def stale(self) -> bool:
         """True if there are unsharded parameters, and the shards were written since they were all-gathered."""
-        return self.residency is not Residency.SHARDED and any(group.stale for group in self.groups)
+        return self.residency is not SHARDED and any(group.stale for group in self.groups)
 
     def stale_in_backward(self) -> bool:
         """Return True if stale. False after a prefetch in this backward: a write since then must not reach this backward."""
@@ -363,7 +361,7 @@ class Unit:
 
     def invalidate_unsharded(self) -> None:
         """Drop the unsharded parameters, and the parts that smaller groups of ranks keep."""
-        if self.number in self.runtime.gathering or self.residency is Residency.FULL:
+        if self.number in self.runtime.gathering or self.residency is FULL:
             self.uninstall()
             self.runtime.run(self.runtime.scheduler.reshard(self.number))
         for group in self.groups:
@@ -635,10 +633,9 @@ def is_attached(path: Sequence[tuple[weakref.ref[nn.Module], str]]) -> bool:
     if not path:
         return True  # the outermost one, or one that no forward has named
     child = path[0][0]()
-    for ref, name in path:
-        parent = ref()
-        if parent is None or child is not parent:
+    for parent, name in path:
+        if child is None or parent() is not child:
             return False
-        child = _torch.children_of(parent).get(name)
+        child = _torch.children_of(child).get(name)
     unit = None if child is None else child.__dict__.get(UNIT)
     return unit is not None and unit.path is path

@@ -156,7 +156,8 @@ class AllGather:
 
     def copy_in_and(self, start: Callable[[], Started]) -> Started:
         """Copy in and start the collective, by `begin` or `observed`."""
-        self.copy_in()
+        for step in self.before:
+            step()
         return start()
 
 
