@@ -37,6 +37,9 @@ COVERED = {
         "core/reducer.py send_heartbeats (wait)",
         "wait_event",
     ): "what it waits for is waited for again; the device shows it, where a new page of heartbeats takes the memory",
+    ("core/agreement.py barrier (wait)", "wait_event"): "the host waits as well, and nothing reads what a barrier sends",
+    ("core/agreement.py barrier (wait)", "synchronize"): "a barrier orders ranks, and nothing reads what it sends",
+    ("core/reduction.py finish (wait)", "wait_event"): "the earlier reduction came first on this stream",
 }
 
 
