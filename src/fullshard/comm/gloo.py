@@ -259,8 +259,8 @@ class GlooCollectives:
 def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None:
     """Write (mine + theirs) * scale to `out` (all 1-D), bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
 
-    Multiplication by a power of two is exact, so `addr` (mine * scale + theirs * scale) then gives the same bits. 16-bit
-    dtypes are excluded, since `addr` computes them in 32 bits.
+    Multiplication by a power of two is exact, so `addr` (mine * scale + theirs * scale) then gives the same bits, unless a
+    value overflows or underflows. 16-bit dtypes, where that is common, are excluded: `addr` computes them in 32 bits.
     """
     if scale != 1.0 and frexp(scale)[0] == 0.5 and out.itemsize >= 4 and out.numel():
         torch.addr(mine.view(-1, 1), theirs, mine.new_ones(1), beta=scale, alpha=scale, out=out.view(-1, 1))

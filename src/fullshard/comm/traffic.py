@@ -53,7 +53,7 @@ class TrafficCounter:
             self.listeners = [other for other in self.listeners if other is not messages]
 
     def record(self, kind: str, fulls: Sequence[Tensor], ranks: int = 1) -> None:
-        """Record one message. `fulls`: the buffers with all ranks' chunks."""
+        """Record one message. `fulls`: the tensors whose bytes are counted (`Message.nbytes`)."""
         if self.listeners:
             message = Message(kind, fulls[0].dtype, sum(full.numel() * full.itemsize for full in fulls), len(fulls), ranks)
             for messages in self.listeners:
@@ -89,7 +89,7 @@ class ObservedCollectives:
         return self.inner.all_reduce_max(tensor)
 
     def observed(self, kind: str, begin: Callable[[], Started], fulls: Sequence[Tensor]) -> Started:
-        """Start a collective, and report it. `fulls`: the buffers with all ranks' chunks."""
+        """Start a collective, and report it. `fulls`: the tensors whose bytes are counted (`Message.nbytes`)."""
         self._counter.record(kind, fulls, self.ranks)
         if not _torch.profiling():
             return begin()

@@ -1,4 +1,4 @@
-"""Collectives of user calls outside of a step: they find whether ranks agree, and raise one rank's error on all ranks."""
+"""Collectives of user calls: they find whether ranks agree, and raise one rank's error on all ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Agreement(Ranks):
         Args:
             doing: the name of the call; options that ranks must share are part of it, so that errors show them.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
-            ranks: global ranks that take part; None for those of the only axis.
+            ranks: global ranks that take part; None as in the property `ranks`.
         """
         self.axes = tuple(axes)
         self.device = axes[0].device if axes else torch.device("cpu")  # of the tensors in the collectives
@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks, ascending: the given ones, else those of the first axis; (0,) for a rank that is alone."""
+        """Ranks, ascending: the given ones; else those of the only group, or of the first axis; (0,) for a rank alone."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:

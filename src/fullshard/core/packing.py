@@ -22,7 +22,7 @@ class ReductionPlan:
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed
-    slices   p5, p6                        other direct ones (cast or uneven): slice by slice through one buffer
+    slices   p5, p6                        others with a direct all-gather (cast or uneven): in slices; packed unless `in_order`
     """
 
     layout: GroupLayout
@@ -34,7 +34,7 @@ class ReductionPlan:
     direct: tuple[int, ...]  # indices of parameters with an input of their own in the first reduce-scatter
     slices: tuple[tuple[Slice, ...], ...]  # slices in each reduce-scatter; the first also has `packed` and `direct`
     blocks: frozenset[int]  # indices of packed parameters whose chunks are not those of torch.chunk along dim 0
-    casts_whole: bool  # whether packed gradients are concatenated first and then cast as a whole
+    casts_whole: bool  # whether packed gradients may be concatenated first and then cast as a whole (see `pack`)
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # (shape, strides, offset) of each part of the flat gradient
     dtype: torch.dtype  # dtype of `.grad`
 
@@ -79,7 +79,7 @@ class ReductionPlan:
 
 
 def casts_whole(numel: int, dtypes: Dtypes, *, on_cpu: bool) -> bool:
-    """Return True if a packed input of `numel` elements is concatenated before it is cast.
+    """Return True if a packed input of `numel` elements may be concatenated before it is cast (`pack` decides).
 
     On the CPU, casting tensors one by one takes longer than all else in a small unit. The joined copy takes at most 1 MiB.
     """

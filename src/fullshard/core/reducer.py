@@ -93,8 +93,8 @@ class GradientReducer:
         reduction = Reduction(group, merged, unit.options.reduce, defer=defer)
         grads.clear()
         # The text is hashed into the log, so it may only contain facts that must be equal on all ranks. For parameters with
-        # hooks, whether `.grad` exists is no such fact: hooks that run an optimizer step and clear `.grad` may run in another
-        # order on each rank.
+        # hooks, whether `.grad` exists is no such fact: hooks may clear it, and a rank with other `reductions_in_flight` or
+        # other hooks runs them earlier or later.
         action = "reduction"
         if group.grads.has_committed and not reduction.has_hooks and group.parameters[0].sharded.grad is not None:
             action = "reduction, added to the gradients that are there"
@@ -111,8 +111,8 @@ class GradientReducer:
             communicator.reduce_scatter_stream, group.fingerprints, action, reduction.start, reduction.finish
         )
         # The result of polling differs between ranks. Do not poll a reduce-scatter that an all-reduce over replicas follows: on
-        # the CPU the wait for it starts the all-reduce. Do not poll a collective in memory of a custom allocator either: the
-        # allocation may be a collective itself (symmetric memory).
+        # the CPU the wait for it starts the all-reduce. Nor one in memory of a custom allocator: ranks would free at different
+        # moments, so only some would have to allocate anew, which may be a collective itself (symmetric memory).
         own_memory = group.collectives.reduce.reduce_memory is None
         self.in_flight.push(work, reduction.release_inputs, polled=own_memory and not reduction.factors.has_second_step)
         if reduction.factors.has_second_step:
@@ -241,7 +241,7 @@ class GradientReducer:
         )
 
     def decide(self, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-        """Decide to set gradients: of parameters that any rank used; of all trainable ones where no heartbeat `must_be_read`.
+        """Decide to set gradients: of all trainable parameters or, if a heartbeat `must_be_read`, of those that any rank used.
 
         An interrupt does not undo it. Raises StateError if ranks diverged; an accelerator may show that in a later step only.
         """
@@ -286,7 +286,7 @@ def _undecided_error(unused: ShardedParameter) -> StateError:
     return StateError(
         f"A captured graph cannot hold a step that does not use parameter '{unused.name}' of unit "
         f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Before the capture, "
-        "run a step and then zero_grad(set_to_none=False), or freeze the parameter."
+        "run a step that uses it and then zero_grad(set_to_none=False), or freeze the parameter."
     )
 
 

@@ -50,8 +50,8 @@ class ReductionFactors:
         """Return the factors for gradients of `group`. `defer`: leave the reduction over replicas to a later one.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
-        divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so that
-        normal numbers lose no bits; that of FSDP2 also divides the number of ranks, so results may round otherwise.
+        divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so normal
+        numbers lose no bits; FSDP2 doubles its own only while it divides the number of ranks, so results may round otherwise.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide

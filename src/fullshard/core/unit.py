@@ -44,7 +44,7 @@ ALLOCATION: list[Callable[[Unit], Callable[[], None]]] = []
 """Called with a unit before `to_empty()` allocates memory for one of its modules; what it returns is called afterwards."""
 
 BEFORE_STATE_DICT: list[Callable[[Unit], None]] = []
-"""Called with each unit before `state_dict()` lists its parameters, on the thread of the unit only."""
+"""Called with each unit before `state_dict()` lists its parameters; not if another thread than the unit's calls it."""
 
 UNIT = "_fullshard_unit"  # the attribute of a module that holds its unit
 _LATE = "_fullshard_late"  # attribute of an unsharded parameter: the handle of the hook that `hook_late_grads` added
@@ -87,8 +87,8 @@ class Unit:
         # The path to the unit's module from the outermost one that ran: each parent, and the name of its child on the path.
         self.path: list[tuple[weakref.ref[nn.Module], str]] = []
         self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules, and the handles of their hooks
-        # Running forwards of its modules, outermost first: the id of the module, the index of the forward in `Runtime.trace`,
-        # and the exception that the caller was handling.
+        # Running forwards of its modules, outermost first: the id of the module, the last index of `Runtime.trace` then (this
+        # forward, if it is in the trace), and the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
         self.moves_inputs = False  # whether the last forward moved its inputs
@@ -172,7 +172,7 @@ class Unit:
                 for group in self.groups:  # even if prefetched in this forward: the caller may have written since (MoCo)
                     stale = stale or group.stale
                 if record.residency is FULL:
-                    self.uninstall()  # takes over `requires_grad`
+                    self.uninstall()  # passes requires_grad_() calls on unsharded parameters to the sharded ones
             runtime.trace.append((record.number, True))
             parts = [id(one) for one in (module, *self.modules)] if self.is_list else ()
             runtime.run(scheduler.before_forward(record.number, stale=stale, parts=parts))
@@ -214,7 +214,7 @@ class Unit:
             return call if grad else None
         if not record.running:
             return None  # `pre_forward` raised before the scheduler knew of this forward, or a reset ended it
-        # Ends the call, unless other modules of the unit follow, and the calls inside it that raised or never finished.
+        # Unless other modules of the unit follow, ends the call, and the calls inside it that raised or never finished.
         ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
         if self.is_list and record.running:  # other modules follow
             return ended.call if grad else None
@@ -372,11 +372,11 @@ class Unit:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
         Until the first all-gather of new groups, also take over DTensors put on modules directly, as by transformers.
-        Raises StateError, before a shard changes, for a Parameter of the user's, or a dtype or device that cannot change now.
+        Raises StateError, before a shard changes, if a slot holds another Parameter or none, or dtype or device cannot change.
 
         Args:
             unwritten: ids of parameters whose memory has no values yet.
-            assigned: True after load_state_dict() and materialize(), which may put other Parameters on the modules.
+            assigned: True after load_state_dict(), materialize() and full_params(), which may register other Parameters.
         """
         first = not self.gathers_decided
         values = [parameter.read_slots(assigned=assigned, dtensors=first) for parameter in self.parameters]
@@ -407,7 +407,7 @@ class Unit:
             group.count_anew()
 
     # --- public calls; some check first whether they are legal now ---
-    # Callers obtain the unit from `require_unit` or `units_of`, which reset what an interrupt left.
+    # Callers obtain the unit from `recovered`, `require_unit` or `units_of`, which reset what an interrupt left.
 
     def unshard(self) -> None:
         """Start the all-gather for the user. Raise StateError inside of full_params()."""

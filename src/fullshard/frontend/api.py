@@ -90,7 +90,7 @@ def fully_shard(  # type: ignore[misc]
             False keeps them: more memory, one all-gather less. None means False for the outermost unit of a forward and
             True for all other units. An int k must divide the size of the shard mesh dim: after forward, each group of k
             neighbouring ranks keeps one copy of the parameters (1/k per rank), and backward all-gathers within that group.
-            A forward without grad frees them, but for `ZERO2`, `ZERO1`, `resident()` and graphs of create_graph=True.
+            A forward without grad frees them, but for `ZERO2`, `ZERO1`, `resident()` and what a create_graph=True graph needs.
         states: the level of ZeRO: `ZERO3` shards everything; `ZERO2` and `ZERO1` keep the unsharded parameters between steps
             and all-gather them once per step, in the first forward after the shards were written; on a hybrid mesh, `HFSDP`
             shards the optimizer's states over the replicas as well (see `StateSharding`).
@@ -157,7 +157,7 @@ class PreparedShard:
     """A `fully_shard` call in steps: the constructor checks the arguments, `check` the tensors, and `apply` shards them.
 
     `check` and `apply` are collective, and so is the constructor where it creates a process group. It takes the arguments
-    of `fully_shard`, and as `units` the modules of all calls that are prepared together. None enters modules of the others.
+    of `fully_shard`, and as `units` the modules of all calls that are prepared together. No call enters modules of others.
     """
 
     def __init__(

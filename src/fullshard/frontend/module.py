@@ -36,7 +36,7 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait for the all-gather, and register its parameters, once. Collective if these were freed since, or shards written.
+        """Register the unsharded parameters, once. Collective if they were freed, or shards written, since `unshard()`.
 
         Raises:
             StateError: if the process group was destroyed, the ranks unshard different units, or the unit was undone.
@@ -84,9 +84,9 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     """Mixin of every module that `fully_shard` was called on. It is never instantiated directly.
 
     It has the methods of torch's FSDPModule, and is a subclass of it for `isinstance`. With `recurse=True` a setter applies
-    to all units at and below the module, with `recurse=False` to this unit only; the defaults are those of FSDP2. Call
-    setters between steps, and those of microbatches between backwards. Flags are bools, numbers, or tensors of one element;
-    anything else (None, "no") raises ValueError.
+    to all units at and below the module, with `recurse=False` to this unit only; the defaults are those of FSDP2. Call setters
+    between steps; those that tell microbatches apart (gradient sync, all-reduce, last backward) also between backwards. Flags
+    are bools, numbers, or tensors of one element; anything else (None, "no") raises ValueError.
 
     Source: `torch.distributed.fsdp.FSDPModule`.
     """
@@ -145,7 +145,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the storage of unsharded parameters, so that their addresses are equal in every step.
 
-        `reshard()` then frees no memory. The cost is the memory of all unsharded parameters and of the packed buffers of their
+        `reshard()` then frees no memory. The cost is the memory of all unsharded parameters and of all buffers of their
         all-gathers. Parameters are all-gathered as often as before.
 
         Args:
@@ -176,7 +176,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
     def set_reshard_after_forward(self, reshard_after_forward: bool | int | None, recurse: bool = True) -> None:
         """Set whether forward frees the unsharded parameters, from the next forward on.
 
-        It is collective if the subgroup size changes.
+        It is collective if it sets a new subgroup size.
 
         Args:
             reshard_after_forward: True, False, None or an int, as in `fully_shard`. An int is the number of neighbouring ranks
@@ -468,7 +468,7 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # of a use after unshard(), outside of forward, that nothing has reduced yet
+                parameter.unsharded.grad = None  # not reduced yet: of a use outside of forward, after unshard()
         for group in unit.groups:  # those kept by earlier backwards
             if group.grads.has_local:
                 group.grads.discard()
