@@ -156,7 +156,7 @@ class AllGather:
 
     def copy_in_and(self, start: Callable[[], Started]) -> Started:
         """Copy in and start the collective, by `begin` or `observed`."""
-        for step in self.before:
+        for step in self.before:  # as `copy_in`, whose work nobody waits for here
             step()
         return start()
 

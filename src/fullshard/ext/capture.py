@@ -336,7 +336,7 @@ class Follower(Listener):
         return found
 
     def begin(self) -> None:
-        """Let what is under way end before a capture. In a forward or backward do nothing: users may capture parts of it."""
+        """Let what is under way end before a capture. In a forward or backward do nothing: its parts may be captured."""
         runtime = self.runtime
         runtime.recover()
         if runtime.scheduler.running or runtime.backward.underway:
