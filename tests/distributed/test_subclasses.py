@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import StateError, _torch, fully_shard
+from fullshard.core import ParamGroup
 
 ROWS = 7  # uneven on two and three ranks
 
@@ -81,8 +83,8 @@ def rows(model: Any, whole: Tensor) -> Tensor:
     return whole[extent.start : extent.start + extent.rows]
 
 
-def computes_with(model: Any, weight: Tensor) -> None:
-    assert_near(model(batch(0)), batch(0) @ weight.T, "output")
+def computes_with(model: Any, weight: Tensor, bias: Tensor | float = 0.0) -> None:
+    assert_near(model(batch(0)), batch(0) @ weight.T + bias, "output")
 
 
 @pytest.mark.proves("38a")
@@ -146,6 +148,20 @@ def test_hooks_that_are_set_on_a_shard_stay_with_it(world: World, what: str, beg
     model.unshard()
     ((_, stored),) = fullshard.iter_full(model)
     assert torch.equal(stored, weight), "and not what the hooks return, also while the unit is unsharded"
+
+
+@ranks(2)
+def test_groups_that_cannot_be_built_leave_a_hooked_shard_where_it_was(world: World) -> None:
+    """It had moved out of the flat shard, which later all-gathers read: they did not see what was written to it."""
+    model: Any = fully_shard(nn.Linear(5, ROWS), mesh=world.mesh)
+    local: Any = _torch.local_tensor(model.weight)
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = MethodType(rounding, local), MethodType(rounded, local)
+    with mock.patch.object(ParamGroup, "copy_shards", side_effect=MemoryError), pytest.raises(MemoryError):
+        model(batch(0))  # the group of the bias cannot be built, after that of the weight
+    del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
+    with torch.no_grad():
+        model.weight.mul_(3)
+    computes_with(model, model.weight.full_tensor(), model.bias.full_tensor())
 
 
 @pytest.mark.proves("38a")

@@ -29,19 +29,30 @@ class GraphEvents(Protocol):
         """A graph is to run, which `run()` does."""
 
 
-def new_graph(device: torch.device) -> Any:
-    """Return an empty graph."""
-    module = torch.get_device_module(device)
-    return (module.CUDAGraph if device.type == "cuda" else module.Graph)()
-
-
-def capturing_into(graph: Any, device: torch.device, **options: Any) -> Any:
-    """Return a context manager that captures its block, as torch.cuda.graph does with these options."""
-    return torch.get_device_module(device).graph(graph, **options)
+@functools.cache
+def followed_graph(device_type: str, events: GraphEvents) -> Any:
+    """Return a subclass of torch's class of graphs, whose captures and replays are reported to `events`."""
+    module = torch.get_device_module(device_type)
+    kind = type("Graph", (module.CUDAGraph if device_type == "cuda" else module.Graph,), {})
+    _follow(kind, events)
+    return kind
 
 
 def follow_graphs(events: GraphEvents) -> Undo:
     """Report all captures and replays to `events`: replace methods of torch's classes of graphs. Return what restores them."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    module = None if found is None or found.type == "cuda" else torch.get_device_module(found)
+    classes = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None), getattr(module, "Graph", None)]
+    undo = [one for kind in classes if kind is not None for one in _follow(kind, events)]
+
+    def restore() -> None:
+        for one in reversed(undo):
+            one()
+
+    return restore
+
+
+def _follow(kind: Any, events: GraphEvents) -> list[Undo]:
     # By graph: the exception that its program handled when the capture began.
     handled: weakref.WeakKeyDictionary[Any, BaseException | None] = weakref.WeakKeyDictionary()
 
@@ -72,14 +83,6 @@ def follow_graphs(events: GraphEvents) -> Undo:
     def replay(inner: Callable[..., None], graph: Any) -> None:
         events.replay(graph, functools.partial(inner, graph))
 
-    found = torch.accelerator.current_accelerator(check_available=True)
-    module = None if found is None or found.type == "cuda" else torch.get_device_module(found)
-    classes = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None), getattr(module, "Graph", None)]
-    methods = {"capture_begin": begin, "capture_end": end, "replay": replay}
-    undo = [extended(cls, name, method) for cls in classes if cls is not None for name, method in methods.items()]
-
-    def restore() -> None:
-        for one in reversed(undo):
-            one()
-
-    return restore
+    return [
+        extended(kind, name, method) for name, method in (("capture_begin", begin), ("capture_end", end), ("replay", replay))
+    ]

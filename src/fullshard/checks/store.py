@@ -43,7 +43,7 @@ class StateStore:
         self._gap = 0  # polls that found the next notice missing
 
     def period(self, *, waits: bool) -> float:
-        """Return the seconds between two polls. `waits`: this rank waits, or ranks may wait soon (`Watchdog.follow_peers`)."""
+        """Return the seconds between two polls. `waits`: a rank waits long, or may wait soon (`Watchdog.follow_peers`)."""
         return max(TICK if waits else _IDLE_SECONDS, self.size / RATE)
 
     @property

@@ -83,7 +83,7 @@ class ShardAxis:
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """Data-parallel axes of the mesh a parameter is on already: its gradients stay partial there, the unit sums them."""
+        """Data-parallel axes of the mesh that a DTensor came on: its gradients stay partial there, and the unit sums them."""
         return ()
 
     def place(self, parameter: nn.Parameter, dim: int, *, name: str) -> tuple[DeviceMesh, list[Placement], tuple[int, ...]]:

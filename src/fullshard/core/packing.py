@@ -22,7 +22,7 @@ class ReductionPlan:
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the tensor that autograd computed
-    slices   p5, p6                        others with a direct all-gather (cast or uneven): in slices; packed unless `in_order`
+    slices   p5, p6                        others with a direct all-gather (cast or uneven): in slices if `in_order`, or packed
     """
 
     layout: GroupLayout

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -79,27 +79,21 @@ class Graph:
         found = device or torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type == "cpu":
             raise StateError("fullshard.Graph() needs an accelerator: the CPU has no graphs.")
-        self._device, self.raw = found, _torch.new_graph(found)
+        self._device, self.raw = found, _torch.followed_graph(found.type, GRAPHS)()
 
-    @contextmanager
-    def capture(self, **options: Any) -> Iterator[None]:
+    def capture(self, **options: Any) -> AbstractContextManager[Any]:
         """Capture the block: forward and backward, and the optimizer's step or not.
 
         Args:
             options: those of torch.cuda.graph, such as `pool` and `stream`.
 
+        Returns:
+            The context manager of the block.
+
         Raises:
-            StateError: if a unit runs that a graph cannot hold (`capture_obstacles`).
+            StateError: in the block, if a unit runs that a graph cannot hold (`capture_obstacles`).
         """
-        try:
-            GRAPHS.begin(self.raw)
-            with _torch.capturing_into(self.raw, self._device, **options):
-                yield
-                GRAPHS.finish(self.raw)
-        except BaseException as failure:
-            GRAPHS.end(self.raw, failure)
-            raise
-        GRAPHS.end(self.raw, None)
+        return torch.get_device_module(self._device).graph(self.raw, **options)
 
     def replay(self) -> None:
         """Run the step on the current stream.
@@ -107,7 +101,7 @@ class Graph:
         Raises:
             StateError: if memory, a `.grad` or an option that the graph holds was replaced since, or if the ranks diverged.
         """
-        GRAPHS.replay(self.raw, self.raw.replay)
+        self.raw.replay()
 
     def pool(self) -> Any:
         """Return the memory pool.
@@ -151,33 +145,24 @@ class Captured:
     """The part of a graph that belongs to one runtime. It keeps no model alive.
 
     Attributes:
-        number: of the graph among those that use units of the runtime; equal on all ranks, 0 until one is used.
+        name: for texts, equal on all ranks; "" until a unit of the runtime is used.
         units: those that it all-gathers, while it is captured.
         heartbeats: those in it, which each replay sends again.
         steps: the steps of optimizers in it.
+        versions: of all groups, before its first all-gather.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime, self.number = runtime, 0
+        self.runtime, self.name = runtime, ""
         self.units: dict[int, Unit] = {}
         self.heartbeats: list[SentHeartbeat] = []
         self.steps: list[CapturedStep] = []
-        self._versions: weakref.WeakKeyDictionary[ParamGroup, int] = weakref.WeakKeyDictionary()  # when it began
+        self.versions: weakref.WeakKeyDictionary[ParamGroup, int] = weakref.WeakKeyDictionary()
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
         self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
         self._written: list[weakref.ref[ParamGroup]] = []
-
-    @property
-    def name(self) -> str:
-        """The name in texts, equal on all ranks."""
-        return f"graph {self.number}"
-
-    def enter(self, number: int) -> None:
-        """Record that it is about to all-gather its first unit."""
-        self.number = number
-        self._versions.update((group, group.version()) for unit in self.runtime.all_units() for group in unit.groups)
 
     def note(self, unit: Unit) -> None:
         """Record that it all-gathers a unit. Raises StateError for a unit that a graph cannot hold."""
@@ -203,8 +188,8 @@ class Captured:
         first = [group.parameters[0] for group in groups]
         self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since `enter`
-        self._written = [weakref.ref(group) for group in every if group.version() != self._versions.get(group)]
-        self._versions.clear()
+        self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
+        self.versions.clear()
         self.units = {}
         for log, fingerprints in self._logs.items():
             log.append(fingerprints[f"capture of {self.name} ends"])
@@ -289,15 +274,14 @@ class CapturedStep:
         kind, groups = type(optimizer).__name__, optimizer.param_groups
         if len(groups) != len(self._options):
             return f"{kind} has {len(groups)} parameter groups, and had {len(self._options)}"
-        for group, options in zip(groups, self._options):
-            for name, then in options.items():
-                now = group.get(name)
-                if now is then:
-                    continue
-                if isinstance(now, Tensor) or isinstance(then, Tensor):
-                    return f"{name} of {kind} is not the tensor that it was"
-                if now != then:
-                    return f"{name} of {kind} is {now}, and was {then}"
+        every = [
+            (name, group.get(name), then) for group, options in zip(groups, self._options) for name, then in options.items()
+        ]
+        for name, now, then in every:
+            if now is not then and (isinstance(now, Tensor) or isinstance(then, Tensor)):
+                return f"{name} of {kind} is not the tensor that it was"
+            if now is not then and now != then:
+                return f"{name} of {kind} is {now}, and was {then}"
         if self._state is not None and _first_state(optimizer) is not self._state():
             return f"The states of {kind} are not the tensors that they were"
         return ""
@@ -355,10 +339,11 @@ class Follower(Listener):
 
     def _enter(self, captured: Captured) -> None:
         """Reshard every unit before the graph's first all-gather, so that it depends on nothing before the capture."""
-        if not captured.number:  # only now: a graph without units may be captured on some ranks only
+        if not captured.name:  # only now: a graph without units may be captured on some ranks only
             self._graphs += 1
             self._border = self.runtime.scheduler.clock
-            captured.enter(self._graphs)
+            captured.name = f"graph {self._graphs}"
+            captured.versions.update((group, group.version()) for unit in self.runtime.all_units() for group in unit.groups)
             self._shard_all()
 
     def finish(self) -> None:
@@ -375,7 +360,7 @@ class Follower(Listener):
         runtime, captured, self.captured = self.runtime, self.captured, None
         runtime.communicator.capturing = False
         self._around.close()
-        if captured is None or not captured.number:
+        if captured is None or not captured.name:
             return None
         self._border = runtime.scheduler.clock
         if failure is not None or runtime.scheduler.running or runtime.backward.underway:
@@ -414,7 +399,7 @@ class Follower(Listener):
         """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
         unit, is_captured = self.runtime.unit(call.unit), self.captured is not None
         assert unit is not None
-        if call.end <= self._border or (self.captured is not None and not self.captured.number):
+        if call.end <= self._border or (self.captured is not None and not self.captured.name):
             raise StateError(
                 f"The backward of unit '{unit.name}' and its forward are on two sides of the capture of a graph of the device. "
                 "Capture both in one graph, or none."

@@ -38,12 +38,6 @@ _BY_ROWS = (
 )
 
 
-def _own_shard(value: Tensor) -> Tensor:
-    """Return the shard in separate memory, so that it does not keep the unsharded tensor alive."""
-    # A plain tensor stays the same object, since the caller may have set hooks on it.
-    return value.set_(value.clone()) if is_plain(value) else exact_copy(value)  # type: ignore[call-overload]
-
-
 class ExtensionBuffer(UnshardedBuffer):
     """The unsharded buffer of one parameter with its own all-gather hooks.
 
@@ -202,7 +196,7 @@ class ExtensionGroup(ParamGroup):
             return
         try:
             with torch.no_grad():
-                shard = _own_shard(sharding.slice(tensor.detach()))
+                shard = exact_copy(sharding.slice(tensor.detach()))
         except Exception as failure:
             raise ValueError(f"Parameter '{name}' cannot be sharded: slicing a {kind} raised {failure}") from failure
         if type(shard) is not type(tensor):
@@ -232,8 +226,17 @@ class ExtensionGroup(ParamGroup):
         return super().version() + _version_of_memory(self.parameters[0].local)
 
     def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
-        """Copy the shard, without a flat shard."""
-        return torch.zeros(0, dtype=self.dtypes.storage, device=values[0].device), [_own_shard(values[0])]
+        """Copy the shard, but not a plain one: it stays the same object, since the caller may have set hooks on it."""
+        shard = values[0] if is_plain(values[0]) else exact_copy(values[0])
+        return torch.zeros(0, dtype=self.dtypes.storage, device=shard.device), [shard]
+
+    def bind_parameters(self) -> None:
+        """Make the copy the shard, in memory of its own, so that it does not keep the unsharded tensor alive."""
+        (shard,) = self._unbound
+        if is_plain(shard):  # not before: until now the flat shard that it may be part of could have stayed in use
+            with torch.inference_mode(False), torch.no_grad():
+                shard.set_(shard.clone())  # type: ignore[call-overload]
+        super().bind_parameters()
 
     def replace_values(self, parameter: ShardedParameter, rows: Tensor) -> None:
         """Replace the shard, with its attributes: a precomputed scale is one of the old values."""
