@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of the other ranks in one log, and whether they reply to the request, a notice with this number."""
+    """The states of the other ranks in one log, and whether they reply to `request`, the number of a notice."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
         self._store, self._log, self._request = store, log, request
@@ -58,7 +58,7 @@ class Inquiry:
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
             return f"{how} ended the program or its process group while {here}. {last}"
         # A rank that raised may continue: only a state published after the request counts. With tags (gloo) the rank counts
-        # even if the call is in its log: an all-reduce over replicas starts only once the reduce-scatter before is waited for.
+        # even if it has logged the call: it starts an all-reduce over replicas only when it waits for the reduce-scatter.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
         if raised and seconds > max(_RAISED_SECONDS, wait.patience):

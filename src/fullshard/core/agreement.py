@@ -70,7 +70,7 @@ class Agreement(Ranks):
         Args:
             doing: the name of the call; options that ranks must share are part of it, so that errors show them.
             subject: a text that must be equal on all ranks; it is part of the log's hash.
-            ranks: global ranks that take part; None as in the property `ranks`.
+            ranks: global ranks that take part; None: those of `axes`.
         """
         self.axes = tuple(axes)
         self.device = axes[0].device if axes else torch.device("cpu")  # of the tensors in the collectives

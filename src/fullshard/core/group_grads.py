@@ -30,8 +30,8 @@ class GroupGradients:
         for parameter in parameters:  # an earlier group may have kept gradients in another dtype
             if parameter.local_grad is not None:
                 parameter.local_grad = parameter.local_grad.to(dtype)
-        # Of the last reduction, if it deferred the reduction over replicas or the hook: the sum over the shards,
-        # `Reduction.used`, and the work to wait for before the sum is read.
+        # Of the last reduction, if it deferred its second step (`ReductionFactors`): the sum over the shards, `Reduction.used`,
+        # and the work to wait for before the sum is read.
         self.deferred: tuple[Tensor, list[bool], Work] | None = None
         # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then does the
         # log say whether a reduction adds to `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.

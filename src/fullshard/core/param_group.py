@@ -50,7 +50,7 @@ class ParamGroup:
         shard_layout: layout of the flat shard: `layout`, unless shards are divided over the replicas as well.
         shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed.
-        is_replicated: whether the group has scalars, which are replicated on all ranks.
+        is_replicated: whether all parameters, as scalars on an axis that shards, are replicated on its ranks.
     """
 
     flat = is_exact = True
@@ -89,12 +89,12 @@ class ParamGroup:
         # Whether the flat gradient is the reduce-scatter output itself, so that its memory can be used again.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
-        # The last gradients set as parts of one flat gradient; None while a reduction reuses these, or if the user set others.
+        # The last gradients that were set as parts of one flat gradient (`are_set` if they still are); None while reused.
         self.parts: GradientParts | None = None
         # Given a text for the log, returns the block in which gradients are summed over tensor-parallel ranks; None: no sums.
         self.summing: Callable[[str], AbstractContextManager[None]] | None = None
         self.divided = ""  # log text of the last reduction with `set_gradient_divide_factor`
-        # Options of the last reduction, whether it deferred its second step, and its `ReductionFactors`.
+        # Options of the last reduction, whether it was to defer its second step, and its `ReductionFactors`.
         self.factors: tuple[object, bool, Any] | None = None
         self.writes = 0  # added to the version counters: writes that these do not show, and corrections by `count_anew`
         self._counters: list[Tensor] = []  # tensors whose version counters show writes
@@ -165,7 +165,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # `before` may be of a new counter and repeat an old version: exceed all versions
+        if not were_shared:  # a new DTensor may have begun a counter in `before` anew: exceed all versions
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
@@ -217,7 +217,7 @@ class ParamGroup:
     def install(self, *, again: bool = False) -> None:
         """Register the unsharded parameters on the modules, with `requires_grad` of the sharded ones.
 
-        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward) misses moves.
+        Raises StateError, naming the parameter, if the user replaced or moved one. `again` (in backward) may miss a `.to()`.
         """
         if self.installed:
             return
@@ -604,7 +604,7 @@ def kind_of(parameter: ShardedParameter) -> type[ParamGroup]:
 def group_parameters(
     parameters: Sequence[ShardedParameter], values: Sequence[Tensor], dtypes_of: Sequence[Dtypes]
 ) -> list[tuple[type[ParamGroup], Dtypes, list[int]]]:
-    """Return (kind, dtypes, indices) of groups of equal kind, axis, dtypes, device, trainability; of one unless `kind.flat`."""
+    """Return (kind, dtypes, indices) per group: equal kind, axis, dtypes, device, trainability; 1 index if not `kind.flat`."""
     groups: dict[Any, list[int]] = {}
     for index, (parameter, value, dtypes) in enumerate(zip(parameters, values, dtypes_of)):
         kind = group_class(value, parameter.sharding.axis, vars(parameter.sharded))
