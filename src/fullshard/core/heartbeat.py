@@ -39,8 +39,8 @@ class Heartbeat:
     The maximum of 255 - x is 255 minus the minimum of x. So if a byte of the hash differs between ranks, each rank finds one of
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
-    On the CPU the host waits for a heartbeat and reads it at once, on an accelerator in a later step. It reads flags only, and then
-    at once, if a trainable parameter has no `.grad` and this rank did not use it: if another rank did, `.grad` is set.
+    On the CPU the host waits for a heartbeat and reads it at once, on an accelerator in a later step. Only if a trainable
+    parameter has no `.grad`, and this rank did not use it, are flags read, and at once: if another rank did, `.grad` is set.
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.
