@@ -31,7 +31,7 @@ class BackReference(weakref.ref["ShardedParameter"]):
 
 
 def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
-    """Return the back-reference of each tensor, or None. New groups set new ones: while these stay, so do the groups."""
+    """Return the back-reference of each tensor, or None. They are equal as long as the groups are."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
@@ -273,7 +273,7 @@ class ShardedParameter:
     def dtensor_like_shard(self, local: Tensor) -> DTensor:
         """Return a DTensor with the placements of the sharded parameter and the local tensor `local`."""
         if local.dtype != self.local.dtype or local.device != self.local.device or not self.sharding.is_plain:
-            # A storage offset would give the DTensor an address, and torch.save would take it for a tensor with own memory.
+            # With a storage offset the wrapper's data_ptr() is not 0, and torch.save takes it for a tensor with memory.
             return _torch.dtensor(_torch.as_own_storage(local), self.sharding.spec(local.dtype))
         return _torch.dtensor_like(self.local, local, self.spec)
 

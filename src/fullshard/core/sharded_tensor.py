@@ -29,7 +29,7 @@ OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, a view of one, or an empty tensor like one. All other new tensors, as of `p.detach()`, are DTensors.
+    """A sharded parameter, a view of one, an empty tensor like one, or a deep copy. Others, as `p.detach()`, are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
@@ -71,7 +71,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A DTensor over the same memory; the local tensors share a version counter, the wrappers do not. Notes writes, too."""
+        """A DTensor over the same memory. Its writes are noted. Local tensors share a version counter, wrappers do not."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made

@@ -87,8 +87,8 @@ class Unit:
         # The path to the unit's module from the outermost one that ran: each parent, and the name of its child on the path.
         self.path: list[tuple[weakref.ref[nn.Module], str]] = []
         self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules, and the handles of their hooks
-        # Running forwards of its modules, outermost first: the id of the module and, as the forward began, the last index of
-        # `Runtime.trace` (its own entry, if it has one) and the exception that the caller was handling.
+        # Running forwards of its modules, outermost first: id of the module, last index of `Runtime.trace` when it began (its
+        # own entry, if it has one), and the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
         self.moves_inputs = False  # whether the last forward moved its inputs
@@ -214,7 +214,7 @@ class Unit:
             return call if grad else None
         if not record.running:
             return None  # `pre_forward` raised before the scheduler knew of this forward, or a reset ended it
-        # Ends the call, unless it lasts for other modules of the unit, and the calls inside it that raised or never finished.
+        # Ends the calls inside it that raised or never finished, and the call itself; none if other modules are to come.
         ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
         if self.is_list and record.running:  # other modules follow
             return ended.call if grad else None

@@ -18,7 +18,7 @@ ReduceHook = Callable[[Tensor], None]
 class KeepAfterForward(enum.Enum):
     """Which unsharded parameters stay after a forward with grad.
 
-    After a forward without grad, those of KEPT and resident() units stay, and those of a create_graph=True backward.
+    After a forward without grad, those of KEPT and resident() units stay, and those that a create_graph graph needs.
     """
 
     NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
@@ -33,7 +33,7 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars bypass that: the number of ranks divides them.
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars do not pass it: their divisor is the rank count.
     custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward

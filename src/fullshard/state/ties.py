@@ -36,7 +36,7 @@ class Ties:
 
 
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
-    """Return the plan for parameters in `managed` that other units own, after `ensure_sharded` of these units.
+    """Call `ensure_sharded` of other units that own parameters in `managed`, and return the plan for these.
 
     Raises ValueError if neither the new unit nor the owner is around the other, StateError inside a step of the owner.
     """
