@@ -79,16 +79,15 @@ Step = Callable[[], Any]
 def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
     """Return the copy-out, which copies the packed all-gather output to the parameters' regions of the buffer.
 
-    Dim-0 parameters need one call, parameters sharded along other dims a second one. On the CPU, which copies one
-    region after the other, neighbors of equal size are copied as one. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
+    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU copies one region after the other:
+    there runs of equal size are copied as one, and gaps are not. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
     """
-    sizes: list[int] = []
-    offsets: list[int] = []
+    places: list[tuple[int, int]] = []  # (column, size); the packed part is in front, in the shard and in the buffer
     permuted: list[Tensor] = []
     blocks: list[Tensor] = []
     if layout.packed is None or not staging.numel():
         return nothing
-    ranks, packed, column = layout.ranks, staging.view(layout.ranks, -1), 0
+    ranks, packed, column, on_cpu = layout.ranks, staging.view(layout.ranks, -1), 0, flat.device.type == "cpu"
     for segment in layout.packed.segments:
         place = layout.offsets[segment.parameter] if segment.parameter >= 0 else None
         if segment.size and place is not None and place.permuted:
@@ -96,15 +95,15 @@ def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
             full_parts, block_parts = dim_permutation(full, packed[:, column : column + segment.size], place)
             permuted += full_parts
             blocks += block_parts
-        elif segment.size and not permuted:  # the layout puts permuted parameters last; gaps between them need no copy
-            sizes.append(segment.size)
-            offsets.append(ranks * column)  # the packed part is in front, in the shard and in the buffer
+        elif segment.size and not permuted and not (on_cpu and place is None):  # permuted parameters come last
+            places.append((column, segment.size))
         column += segment.size
     steps: list[Step] = []
-    if sizes and flat.device.type == "cpu":
-        steps.append(partial(torch._foreach_copy_, *_runs(packed, flat, sizes, offsets)))
-    elif sizes:
-        regions = [flat[offset:][: ranks * size].view(ranks, -1) for offset, size in zip(offsets, sizes)]
+    if places and on_cpu:
+        steps.append(partial(torch._foreach_copy_, *_runs(packed, flat, places)))
+    elif places:
+        sizes = [size for _, size in places]
+        regions = [flat[ranks * column :][: ranks * size].view(ranks, -1) for column, size in places]
         steps.append(partial(torch.split_with_sizes_copy, packed[:, : sum(sizes)], sizes, 1, out=regions))
     if permuted:
         steps.append(partial(torch._foreach_copy_, permuted, blocks))
@@ -116,22 +115,23 @@ def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
     return steps[0] if len(steps) == 1 else take_all
 
 
-def _runs(packed: Tensor, flat: Tensor, sizes: Sequence[int], offsets: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+def _runs(packed: Tensor, flat: Tensor, places: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
     """Return matching views of `flat` and `packed`, (count, ranks, size) each: one pair for each run of equal segments.
 
-    `packed` is the all-gather output, (ranks, numel). Segment i is `sizes[i]` elements of each row of it, and a region of
-    `ranks * sizes[i]` elements of `flat` at `offsets[i]`. The regions of one run follow each other.
+    `packed` is the all-gather output, (ranks, numel). The segment at (column, size) is that part of each row, and a region of
+    `ranks * size` elements of `flat` at `ranks * column`. The segments of one run lie at equal distances.
     """
-    ranks, column, at = len(packed), 0, 0
+    ranks, at = len(packed), 0
     regions: list[Tensor] = []
     columns: list[Tensor] = []
-    while at < len(sizes):
-        size, count = sizes[at], 1
-        while sizes[at + count : at + count + 1] == [size] and offsets[at + count] == offsets[at] + count * ranks * size:
+    while at < len(places):
+        (column, size), count = places[at], 1
+        distance = places[at + 1][0] - column if at + 1 < len(places) else size
+        while places[at + count : at + count + 1] == [(column + count * distance, size)]:
             count += 1
-        regions.append(flat[offsets[at] :][: count * ranks * size].view(count, ranks, size))
-        columns.append(packed[:, column : column + count * size].view(ranks, count, size).transpose(0, 1))
-        column, at = column + count * size, at + count
+        regions.append(flat[ranks * column :].as_strided((count, ranks, size), (ranks * distance, size, 1)))
+        columns.append(packed[:, column:].as_strided((count, ranks, size), (distance, packed.stride(0), 1)))
+        at += count
     return regions, columns
 
 
