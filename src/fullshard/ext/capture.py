@@ -274,14 +274,13 @@ class CapturedStep:
         kind, groups = type(optimizer).__name__, optimizer.param_groups
         if len(groups) != len(self._options):
             return f"{kind} has {len(groups)} parameter groups, and had {len(self._options)}"
-        every = [
-            (name, group.get(name), then) for group, options in zip(groups, self._options) for name, then in options.items()
-        ]
-        for name, now, then in every:
-            if now is not then and (isinstance(now, Tensor) or isinstance(then, Tensor)):
-                return f"{name} of {kind} is not the tensor that it was"
-            if now is not then and now != then:
-                return f"{name} of {kind} is {now}, and was {then}"
+        for group, options in zip(groups, self._options):
+            for name, then in options.items():
+                now = group.get(name)
+                if now is not then and (isinstance(now, Tensor) or isinstance(then, Tensor)):
+                    return f"{name} of {kind} is not the tensor that it was"
+                if now is not then and now != then:
+                    return f"{name} of {kind} is {now}, and was {then}"
         if self._state is not None and _first_state(optimizer) is not self._state():
             return f"The states of {kind} are not the tensors that they were"
         return ""
