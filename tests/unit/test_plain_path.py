@@ -77,8 +77,8 @@ def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     done = script(Path(__file__))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    calls, functions = (83, 59) if HONOURS_SUBCLASSES else (95, 62)  # torch 2.11 tells nothing, so groups look each time
-    assert found["calls"] <= calls and found["functions"] <= functions and found["files"] <= 11, found
+    calls, functions = (81, 58) if HONOURS_SUBCLASSES else (93, 61)  # torch 2.11 tells nothing, so groups look each time
+    assert found["calls"] <= calls and found["functions"] <= functions and found["files"] <= 10, found
 
 
 def main() -> None:
