@@ -57,8 +57,8 @@ class Inquiry:
             how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
             return f"{how} ended the program or its process group while {here}. {last}"
-        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) it counts even if
-        # it logged the call: a logged all-reduce over replicas starts only in the wait for the reduce-scatter.
+        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) also that of a rank
+        # that logged the call: it may not have started an all-reduce over replicas that it logged.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
         if raised and seconds > max(_RAISED_SECONDS, wait.patience):
@@ -86,7 +86,7 @@ class Inquiry:
         return windows | self._store.windows(self._log, list(kinds.values())[:_KINDS])
 
     def _with_history(self, window: Window, number: int, rank: int) -> list[int]:
-        """Return `rank`, and the ranks whose last call is in its `window`, `number` or later, after the same calls."""
+        """Return `rank`, and the ranks whose count and hash are in its `window`, at call `number` or later."""
         digests = {count: digest for count, digest, _ in window if count >= number}
         return [rank, *(other for other, state in self.states.items() if digests.get(state.count) == state.hash)]
 

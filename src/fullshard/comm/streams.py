@@ -107,7 +107,7 @@ class CollectiveCall(LoggedCall):
     def wait(self, *, block: bool = False) -> None:
         """Order the compute stream behind the collective; with `block`, wait on the host as well.
 
-        Raises StateError if the collective failed, or ended because the ranks diverged.
+        Raises StateError if the collective failed, or ended because the ranks diverged; without a watchdog the backend's error.
         """
         streams, before = self.streams, None
         state = None if streams is None else streams.wait_state

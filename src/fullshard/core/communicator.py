@@ -31,10 +31,10 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis: equal on all ranks if each thread's logs are created in one order everywhere."""
+    """Return the name of a new log of an axis: equal on all ranks if each thread (hybrid axes: all together) creates logs in one order."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # Logs are counted per group, as threads interleave differently on each rank. Groups of hybrid axes differ by rank.
+        # Counted per group, as threads interleave differently on each rank; not on hybrid axes, whose groups differ by rank.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
@@ -70,7 +70,7 @@ class Communicator(Streams):
             self.log_of(axis.hybrid)
             log, groups = self._logs[axis.hybrid.key]
             if axis.group is not None and axis.group not in groups:
-                groups.append(axis.group)  # the list that `abort` of the log holds
+                groups.append(axis.group)  # so that `log.abort` aborts it, too
             return log
         if axis.key in self._logs:
             return self._logs[axis.key][0]

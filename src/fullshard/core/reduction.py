@@ -51,7 +51,7 @@ class ReductionFactors:
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
         divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so normal
-        numbers lose no bits; FSDP2 doubles its own only while it divides the number of ranks, so results may round otherwise.
+        numbers lose no bits. That of FSDP2 also divides the number of ranks, so results may differ by a rounding.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide
@@ -167,7 +167,7 @@ class Reduction:
         overwritten = custom is not None and self._sum is self.reduced_shard
         if (grad_dtype != dtypes.reduce or overwritten) and not self.factors.deferred:
             self._flat = torch.empty(numel, dtype=grad_dtype, device=device)
-        # With CPU offload, the flat gradient in host memory. Pinned, so that the copy does not block the host.
+        # With CPU offload, the flat gradient in host memory. If it is pinned, the copy does not block the host.
         self._host: Tensor | None = None
         if group.storage.host and not self.factors.deferred:
             home, pinned = group.storage.home, group.storage.pinned
@@ -450,7 +450,7 @@ def _copy_blocks(grad: Tensor, place: ParamOffsets, out: Tensor) -> None:
     else:
         out.zero_()
         grad_parts, block_parts = dim_permutation(grad, out, place)
-        if block_parts:  # a rank without rows has none, in HFSDP's reduce-scatter over replicas
+        if block_parts:  # none if all ranks are without rows, as may be in HFSDP's reduction over replicas
             torch._foreach_copy_(block_parts, grad_parts)
 
 

@@ -376,7 +376,7 @@ class Runtime:
         Args:
             units: the units of the models that failed; others go on. None for all: after an interrupt, since no record can be
                 trusted; after ranks agreed that a step failed, since each may have stopped elsewhere; after a failed capture.
-            discard: the units whose gradients of earlier backwards, which are not in `.grad` yet, go as well.
+            discard: units of which gradients of earlier backwards that are not in `.grad` yet are discarded, too.
         """
         everything, units = units is None, self.all_units() if units is None else units
         numbers = {unit.number for unit in units}
@@ -459,7 +459,7 @@ class RunningBackward:
                         f"A unit was used while a backward of another thread runs, which has reached {names}. Use the units of "
                         "a device from one thread at a time, and begin a forward after backward() has returned."
                     )
-                time.sleep(1e-4)  # let the thread run that holds the callback
+                time.sleep(1e-4)  # let the thread that holds the callback run
         return self.raised
 
     def mark_raised(self, _: object = None) -> None:

@@ -33,7 +33,7 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars do not pass it: their divisor is the rank count.
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars bypass it: their divisor is the rank count.
     custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
@@ -50,8 +50,8 @@ _NO_OFFLOAD, _REDUCE = OffloadPolicy(), ReduceOptions()
 class UnitOptions:
     """The resolved options of one unit."""
 
-    # Read by each hook (of modules and of autograd graphs) and by the end of a backward. After `Unit.configure` the next of
-    # these reads the new values.
+    # Each hook (of modules and of autograd graphs) and each end of a backward reads them anew, so the next one sees what
+    # `Unit.configure` changed.
     keep_after_forward: KeepAfterForward
     states: StateSharding = ZERO3
     reduce: ReduceOptions = _REDUCE
