@@ -31,7 +31,7 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis: equal on all ranks if each thread (hybrid axes: all together) creates logs in one order."""
+    """Return the name of a new log of an axis, equal on all ranks if each thread (hybrid: all) makes logs in one order."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
         # Counted per group, as threads interleave differently on each rank; not on hybrid axes, whose groups differ by rank.
