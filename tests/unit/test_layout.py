@@ -7,11 +7,13 @@ import importlib
 import itertools
 import math
 import pkgutil
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from fullshard.core.layout import ALIGN_BYTES, MIB, DirectRule, Extent, GroupLayout, plan_layout, slices, staging_limit
@@ -59,6 +61,26 @@ def test_places_align_and_cover_the_shard_without_overlap(
         if place.direct:
             assert place.size * itemsize >= threshold and place.size * itemsize % ALIGN_BYTES == 0
     assert sorted(piece.parameter for piece in pieces if piece.parameter >= 0) == list(range(len(shapes)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_neighbors_are_copied_out_as_one_also_with_gaps_between(dtype: torch.dtype) -> None:
+    """Two norms, seven matrices and two biases: three copies, of the parameters and not of the gaps that align them."""
+    shapes = [(16,)] * 2 + [(16, 16)] * 7 + [(16,)] * 2
+    layout = plan_layout(shapes, ranks=8, itemsize=dtype.itemsize, direct=DirectRule(math.inf))
+    copied: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copied.extend(one.numel() for one in args[0])
+            return func(*args, **(kwargs or {}))
+
+    finish = copy_out_of(
+        layout, torch.zeros(layout.unsharded_numel, dtype=dtype), torch.zeros(layout.unsharded_numel, dtype=dtype)
+    )
+    with Counting():
+        finish()
+    assert copied == [2 * 16, 7 * 256, 2 * 16]
 
 
 @given(
