@@ -53,6 +53,7 @@ def follow_graphs(events: GraphEvents) -> Undo:
 
 
 def _follow(kind: Any, events: GraphEvents) -> list[Undo]:
+    """Replace the methods of a class of graphs that capture and replay."""
     # By graph: the exception that its program handled when the capture began.
     handled: weakref.WeakKeyDictionary[Any, BaseException | None] = weakref.WeakKeyDictionary()
 

@@ -187,7 +187,7 @@ class Captured:
                 group.parts.keep()
         first = [group.parameters[0] for group in groups]
         self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
-        every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since `enter`
+        every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since it began
         self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
         self.versions.clear()
         self.units = {}
@@ -277,9 +277,11 @@ class CapturedStep:
         for group, options in zip(groups, self._options):
             for name, then in options.items():
                 now = group.get(name)
-                if now is not then and (isinstance(now, Tensor) or isinstance(then, Tensor)):
+                if now is then:
+                    continue
+                if isinstance(now, Tensor) or isinstance(then, Tensor):
                     return f"{name} of {kind} is not the tensor that it was"
-                if now is not then and now != then:
+                if now != then:
                     return f"{name} of {kind} is {now}, and was {then}"
         if self._state is not None and _first_state(optimizer) is not self._state():
             return f"The states of {kind} are not the tensors that they were"

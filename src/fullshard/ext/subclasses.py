@@ -171,6 +171,7 @@ class ExtensionGroup(ParamGroup):
     """
 
     flat = is_exact = False
+    _copy: Tensor | None  # of a plain shard, from `copy_shards` to `bind_parameters`
 
     @classmethod
     def takes(cls, shard: Tensor, axis: ShardAxis, marks: Mapping[str, Any]) -> bool:
@@ -226,16 +227,21 @@ class ExtensionGroup(ParamGroup):
         return super().version() + _version_of_memory(self.parameters[0].local)
 
     def copy_shards(self, values: Sequence[Tensor], unwritten: Container[int]) -> tuple[Tensor, list[Tensor]]:
-        """Copy the shard, but not a plain one: it stays the same object, since the caller may have set hooks on it."""
-        shard = values[0] if is_plain(values[0]) else exact_copy(values[0])
-        return torch.zeros(0, dtype=self.dtypes.storage, device=shard.device), [shard]
+        """Copy the shard, so that it does not keep the unsharded tensor alive, without a flat shard."""
+        shard = values[0]
+        # A plain one stays the same object, since the caller may have set hooks on it, and gets the memory of its copy once the
+        # group is bound: the flat shard that it may be part of stays in use if another group cannot be built.
+        self._copy = shard.clone() if is_plain(shard) else None
+        return torch.zeros(0, dtype=self.dtypes.storage, device=shard.device), [
+            shard if self._copy is not None else exact_copy(shard)
+        ]
 
     def bind_parameters(self) -> None:
-        """Make the copy the shard, in memory of its own, so that it does not keep the unsharded tensor alive."""
-        (shard,) = self._unbound
-        if is_plain(shard):  # not before: until now the flat shard that it may be part of could have stayed in use
+        """Move the shard to the memory of its copy, which allocates nothing and cannot raise, and make it the parameter's."""
+        if self._copy is not None:
             with torch.inference_mode(False), torch.no_grad():
-                shard.set_(shard.clone())  # type: ignore[call-overload]
+                self._unbound[0].set_(self._copy)  # type: ignore[call-overload]
+            self._copy = None
         super().bind_parameters()
 
     def replace_values(self, parameter: ShardedParameter, rows: Tensor) -> None:
