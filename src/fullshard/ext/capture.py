@@ -13,7 +13,7 @@ and ends with every unit sharded, what a replay writes (shards, `.grad`) is note
 
 from __future__ import annotations
 
-import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -44,11 +44,6 @@ from fullshard.errors import StateError
 from fullshard.optim.optimizer_hooks import STEP_LISTENERS
 from fullshard.optim.step_wrapper import view_of
 from fullshard.policies import CPUOffloadPolicy
-
-_group_of: Callable[[Any], Any] = operator.attrgetter("group")
-_shard: Callable[[Any], Tensor] = operator.attrgetter("shard")
-_sharded: Callable[[Any], Tensor] = operator.attrgetter("sharded")
-_grad: Callable[[Any], Tensor | None] = operator.attrgetter("grad")
 
 
 class Graph:
@@ -161,7 +156,7 @@ class Captured:
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
-        self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
+        self._grads: list[tuple[weakref.ref[ShardedParameter], weakref.ref[Tensor]]] = []  # of those in `_first` that have one
         self._written: list[weakref.ref[ParamGroup]] = []
 
     def note(self, unit: Unit) -> None:
@@ -186,7 +181,9 @@ class Captured:
             if group.parts is not None:
                 group.parts.keep()
         first = [group.parameters[0] for group in groups]
-        self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
+        self._first, self._addresses = [*map(weakref.ref, first)], self._addresses_of(first)
+        found = [(parameter, parameter.sharded.grad) for parameter in first]
+        self._grads = [(weakref.ref(parameter), weakref.ref(grad)) for parameter, grad in found if grad is not None]
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since it began
         self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
         self.versions.clear()
@@ -197,18 +194,12 @@ class Captured:
             beat.expect()
 
     @staticmethod
-    def _addresses_of(parameters: Sequence[ShardedParameter]) -> list[int]:
+    def _addresses_of(parameters: Sequence[Any]) -> list[int]:
         """Return the addresses that a graph has from outside of its own memory."""
-        groups = [group() for group in map(_group_of, parameters)]
-        found = [*map(Tensor.data_ptr, map(_shard, groups))]
+        groups = [parameter.group() for parameter in parameters]
         kept = [buffer for group in groups if group.keeps_memory for buffer in group.buffers]
-        return found + [buffer.flat.data_ptr() for buffer in kept if isinstance(buffer, FlatBuffer)]
-
-    @staticmethod
-    def _grads_of(parameters: Sequence[ShardedParameter]) -> list[int]:
-        """Return the addresses of the gradients, 0 for a parameter without one."""
-        grads = _torch.locals_of([*map(_grad, map(_sharded, parameters))])
-        return [0 if grad is None else grad.data_ptr() for grad in grads]
+        flat = [buffer.flat.data_ptr() for buffer in kept if isinstance(buffer, FlatBuffer)]
+        return [group.shard.data_ptr() for group in groups] + flat
 
     def check(self) -> None:
         """Raise StateError if a replay would use other memory or options than the model and its optimizers have now."""
@@ -224,9 +215,9 @@ class Captured:
                 f"{name} holds addresses of sharded parameters that changed since its capture: by .to(), undo(), `.data =`, "
                 "another fully_shard(), or set_keep_unsharded_storage(). Capture the step again."
             )
-        grads = self._grads_of(parameters)
-        for now, then, parameter in zip(grads, self._grads, parameters) if grads != self._grads else ():
-            if then and now != then:
+        for first, then in self._grads:
+            parameter: Any = first()
+            if (now := parameter.sharded.grad) is None or now is not then():
                 raise StateError(
                     f"{name} writes the gradient of '{parameter.name}' of unit '{parameter.unit_name.name}' to a tensor that "
                     "is its .grad no longer. Between replays call zero_grad(set_to_none=False), and assign no .grad."
@@ -417,10 +408,11 @@ class Follower(Listener):
 
 
 class Graphs:
-    """Follows the graphs of the device for the runtimes of a thread (`_torch.GraphEvents`). Calls for one graph may nest."""
+    """Follows the graphs of the device for the runtimes of a thread (`_torch.followed_graph`). Calls for one graph may nest."""
 
     def __init__(self) -> None:
         self._open: Any = None  # the graph that is captured
+        self._handled: BaseException | None = None  # what the program handled when the capture began
         self._running: Any = None  # the graph that is replayed
         self._parts: weakref.WeakKeyDictionary[Any, list[Captured]] = weakref.WeakKeyDictionary()
 
@@ -428,31 +420,51 @@ class Graphs:
         every = Runtime.all_of_thread()
         return [Follower.of(runtime) for runtime in every if runtime.communicator.async_device is not None]
 
-    def begin(self, graph: Any) -> None:
-        """Follow the capture of a graph, which is about to begin."""
-        if self._open is None:
-            self._open = graph
+    def capture_begin(self, inner: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin the capture of a graph by `inner`."""
+        if self._open is not None:
+            inner(graph, *args, **kwargs)
+            return
+        self._open, self._handled = graph, sys.exc_info()[1]
+        try:
             for follower in self._followers():
                 follower.begin()
+            inner(graph, *args, **kwargs)
+        except BaseException as failure:
+            self._end(graph, failure)
+            raise
 
-    def finish(self, graph: Any) -> None:
-        """Join the streams of the capture."""
-        if self._open is graph:
-            for follower in self._followers():
-                follower.finish()
+    def capture_end(self, inner: Callable[..., None], graph: Any) -> None:
+        """Join the streams of a capture, and end it by `inner`."""
+        if self._open is not graph:
+            inner(graph)
+            return
+        raised = sys.exc_info()[1]  # torch.cuda.graph ends the capture of a block that raised in the same way
+        failed = None if raised is self._handled else raised
+        self._open = self._handled = None
+        try:
+            try:
+                for follower in self._followers():
+                    follower.finish()
+            finally:
+                inner(graph)
+        except BaseException as failure:
+            self._end(graph, failure)
+            raise
+        self._end(graph, failed)
 
-    def end(self, graph: Any, failure: BaseException | None) -> None:
+    def _end(self, graph: Any, failure: BaseException | None) -> None:
         """Keep what was captured, for replays. After a failure, keep nothing."""
-        if self._open is graph:
-            self._open = None
-            ended = [follower.end(failure) for follower in self._followers()]
-            self._parts[graph] = [part for part in ended if part is not None]
+        self._open = self._handled = None
+        ended = [follower.end(failure) for follower in self._followers()]
+        self._parts[graph] = [part for part in ended if part is not None]
 
-    def replay(self, graph: Any, run: Callable[[], None]) -> None:
-        """Run a graph by `run`. Raises StateError before it would use memory or options that the model no longer has."""
+    def replay(self, inner: Callable[..., None], graph: Any) -> None:
+        """Run a graph by `inner`. Raises StateError before it would use memory or options that the model no longer has."""
         parts = [] if self._running is graph else self._parts.get(graph, [])
         for part in parts:
             part.check()
+        run = partial(inner, graph)
         for part in parts:
             run = partial(part.replay, run)
         before, self._running = self._running, graph
