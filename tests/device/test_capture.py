@@ -10,7 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -569,6 +569,34 @@ def test_a_replay_that_would_use_other_memory_or_options_raises_by_name(world: W
     moved(job, how)
     with pytest.raises(StateError, match=MOVED[how]):
         job.graph.replay()
+
+
+@pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="on this torch `.data =` changes no sharded parameter")
+@ranks(2, device="sim")
+def test_a_shard_with_hooks_of_its_own_is_captured_and_its_address_counts(world: World) -> None:
+    def before(shard: Tensor, mesh: Any) -> Any:
+        return (shard,), None
+
+    def after(shard: Tensor, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return (outputs[0], ()) if out is None else None
+
+    def hooked() -> Job:
+        job = Job(world)
+        local: Any = _torch.local_tensor(job.model.inp.weight)
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = MethodType(before, local), MethodType(after, local)
+        job.step(0)
+        job.step(1)
+        return job
+
+    expected, mine = hooked(), hooked()
+    mine.capture()
+    for index in (2, 3):
+        assert torch.equal(mine.replay(index), expected.step(index))
+    assert_same(mine, expected, "replays")
+    alias = mine.model.inp.weight.data  # noqa: F841  # so that the values get other memory
+    mine.model.inp.weight.data = mine.model.inp.weight.data.clone() * 2
+    with pytest.raises(StateError, match="holds addresses of sharded parameters that changed"):
+        mine.graph.replay()
 
 
 @pytest.mark.parametrize("how", ["load", "policy"])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from threading import local
+from typing import Any
 
 import torch
 from torch import nn
@@ -159,6 +160,13 @@ class Runtime:
         self.communicator.wait_for_next_event()
         if self.kept:
             self._drop_stale()
+
+    def listener(self, kind: Callable[[Runtime], Listener]) -> Any:
+        """Return the listener of the class `kind`, which the first call creates."""
+        found = next((one for one in self.listeners if type(one) is kind), None)
+        if found is None:
+            self.listeners.append(found := kind(self))
+        return found
 
     # --- actions ---
 

@@ -38,6 +38,7 @@ from fullshard.core import (
     ShardedParameter,
     Unit,
     UnitName,
+    inner_tensors,
     units_below,
 )
 from fullshard.errors import StateError
@@ -156,7 +157,7 @@ class Captured:
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
-        self._grads: list[tuple[weakref.ref[ShardedParameter], weakref.ref[Tensor]]] = []  # of those in `_first` that have one
+        self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
         self._written: list[weakref.ref[ParamGroup]] = []
 
     def note(self, unit: Unit) -> None:
@@ -181,9 +182,7 @@ class Captured:
             if group.parts is not None:
                 group.parts.keep()
         first = [group.parameters[0] for group in groups]
-        self._first, self._addresses = [*map(weakref.ref, first)], self._addresses_of(first)
-        found = [(parameter, parameter.sharded.grad) for parameter in first]
-        self._grads = [(weakref.ref(parameter), weakref.ref(grad)) for parameter, grad in found if grad is not None]
+        self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since it began
         self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
         self.versions.clear()
@@ -196,10 +195,21 @@ class Captured:
     @staticmethod
     def _addresses_of(parameters: Sequence[Any]) -> list[int]:
         """Return the addresses that a graph has from outside of its own memory."""
-        groups = [parameter.group() for parameter in parameters]
-        kept = [buffer for group in groups if group.keeps_memory for buffer in group.buffers]
-        flat = [buffer.flat.data_ptr() for buffer in kept if isinstance(buffer, FlatBuffer)]
-        return [group.shard.data_ptr() for group in groups] + flat
+        found: list[Tensor] = []
+        for parameter in parameters:
+            group = parameter.group()
+            found.append(group.shard)
+            if not group.flat:
+                found += inner_tensors(parameter.local)
+            if group.keeps_memory:
+                found += [buffer.flat for buffer in group.buffers if isinstance(buffer, FlatBuffer)]
+        return [tensor.data_ptr() for tensor in found]
+
+    @staticmethod
+    def _grads_of(parameters: Sequence[Any]) -> list[int]:
+        """Return the addresses of the gradients, 0 for a parameter without one."""
+        grads = _torch.locals_of([parameter.sharded.grad for parameter in parameters])
+        return [0 if grad is None else grad.data_ptr() for grad in grads]
 
     def check(self) -> None:
         """Raise StateError if a replay would use other memory or options than the model and its optimizers have now."""
@@ -215,9 +225,9 @@ class Captured:
                 f"{name} holds addresses of sharded parameters that changed since its capture: by .to(), undo(), `.data =`, "
                 "another fully_shard(), or set_keep_unsharded_storage(). Capture the step again."
             )
-        for first, then in self._grads:
-            parameter: Any = first()
-            if (now := parameter.sharded.grad) is None or now is not then():
+        grads = self._grads_of(parameters)
+        for now, then, parameter in zip(grads, self._grads, parameters) if grads != self._grads else ():
+            if then and now != then:
                 raise StateError(
                     f"{name} writes the gradient of '{parameter.name}' of unit '{parameter.unit_name.name}' to a tensor that "
                     "is its .grad no longer. Between replays call zero_grad(set_to_none=False), and assign no .grad."
@@ -301,15 +311,6 @@ class Follower(Listener):
         self._around = ExitStack()
         # Groups that entered a backward: whether the last one was captured.
         self._sides: weakref.WeakKeyDictionary[ParamGroup, bool] = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def of(cls, runtime: Runtime) -> Follower:
-        """Return the follower of a runtime."""
-        found = next((one for one in runtime.listeners if isinstance(one, cls)), None)
-        if found is None:
-            found = cls(runtime)
-            runtime.listeners.append(found)
-        return found
 
     def begin(self) -> None:
         """Let what is under way end before a capture. In a forward or backward do nothing: its parts may be captured."""
@@ -418,7 +419,7 @@ class Graphs:
 
     def _followers(self) -> list[Follower]:
         every = Runtime.all_of_thread()
-        return [Follower.of(runtime) for runtime in every if runtime.communicator.async_device is not None]
+        return [runtime.listener(Follower) for runtime in every if runtime.communicator.async_device is not None]
 
     def capture_begin(self, inner: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
         """Begin the capture of a graph by `inner`."""

@@ -87,7 +87,7 @@ def _run(unit: Unit, order: Sequence[tuple[Unit, bool]], *, grad: bool, has_grap
         had_graph = inner.output_has_graph
         if grad and (has_graph if had_graph is None else had_graph):
             last = _Joined(ended.call, alone)
-            _JoinedCalls.of(runtime).add(last)
+            runtime.listener(_JoinedCalls).add(last)
     return last
 
 
@@ -136,7 +136,7 @@ def _begin_backward(runtime: Runtime, joined: _Joined, *_: object) -> None:
     try:
         runtime.recover()
         runtime.begin_backward()
-        calls = _JoinedCalls.of(runtime)
+        calls = runtime.listener(_JoinedCalls)
         calls.reached.add(runtime.scheduler.start_of_outermost(joined.call))
         calls.enter(beyond=joined.call.end - 1)  # this call itself, and those that ended after it
     except BaseException as failure:
@@ -151,15 +151,6 @@ class _JoinedCalls(Listener):
         self._runtime = runtime
         self.waiting: list[_Joined] = []  # oldest first
         self.reached: set[int] = set()  # starts of the outermost forwards that the running backward has reached
-
-    @classmethod
-    def of(cls, runtime: Runtime) -> _JoinedCalls:
-        """Return the joined calls of a runtime."""
-        found = next((one for one in runtime.listeners if isinstance(one, cls)), None)
-        if found is None:
-            found = cls(runtime)
-            runtime.listeners.append(found)
-        return found
 
     def add(self, joined: _Joined) -> None:
         """Add a call whose backward is pending."""
