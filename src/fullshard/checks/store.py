@@ -16,7 +16,7 @@ from fullshard.checks.state import RankState
 
 TICK = 0.1  # seconds between two checks of the watchdog
 RATE = 2000.0  # polls of the store per second, by all ranks together
-_IDLE_SECONDS = 1.0  # between two polls of a rank that waits for no collective
+_IDLE_SECONDS = 1.0  # between two polls of a rank that does not wait, or not for long yet
 _END_SECONDS = 3.0  # maximum seconds for which the rank that serves the store waits for the others at the end
 _NEVER = 1 << 60  # number of a notice that no rank reads
 _GAP = 20  # polls after which a notice whose number was taken, but that was not written, is skipped
@@ -87,7 +87,7 @@ class StateStore:
     def _read(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the records that exist.
 
-        One request if all keys are known (one per key without the extended API), else one more; 3 * log2(keys) per missing key.
+        One request (one per key without the extended API), one more unless all keys are known; 3 * log2(keys) per missing key.
         """
         if self.is_cut_off:
             return {key: self._last[key] for key in keys if key in self._last}

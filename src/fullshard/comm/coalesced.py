@@ -13,14 +13,14 @@ from fullshard import _torch
 from fullshard.comm.base import Started, StartedWork
 from fullshard.policies import DIRECT_MIN_BYTES
 
-_CARRIED = {  # dtypes that every backend supports; tensors of other dtypes are all-gathered as bytes
+_CARRIED = {  # dtypes that nccl and gloo support; tensors of other dtypes are all-gathered as bytes
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 
 
 class CoalescedCollectives:
-    """The collectives of nccl and similar backends: one coalesced call for all tensors of a collective."""
+    """The collectives of nccl and similar backends: one coalesced call for all tensors, unless it `stages`."""
 
     direct_min_bytes: float = DIRECT_MIN_BYTES
 

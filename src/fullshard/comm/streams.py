@@ -56,7 +56,7 @@ class Lane(Protocol):
 
 
 class Interrupted(RuntimeError):
-    """Raised by a repeated wait if an interrupt (Ctrl-C) cut the first wait short."""
+    """Raised by a wait for a collective, or for one behind it, if an interrupt (Ctrl-C) cut an earlier wait short."""
 
 
 class CollectiveCall(LoggedCall):
@@ -107,7 +107,7 @@ class CollectiveCall(LoggedCall):
     def wait(self, *, block: bool = False) -> None:
         """Order the compute stream behind the collective; with `block`, wait on the host as well.
 
-        Raises StateError if the collective failed, or ended because the ranks diverged; without a watchdog the backend's error.
+        Raises StateError if the collective failed (without a watchdog the backend's error), or if its log is closed.
         """
         streams, before = self.streams, None
         state = None if streams is None else streams.wait_state
@@ -128,10 +128,6 @@ class CollectiveCall(LoggedCall):
             elif self.finish is not None:
                 if self.after is not None:
                     self.after.wait()
-                    if self.after is not None:
-                        raise Interrupted(
-                            "The collective cannot start: the work before it was interrupted. Run the step again."
-                        )
                 if self.pending is not None:
                     self.pending.wait()
                 self.finish()
@@ -255,7 +251,7 @@ class Streams:
         self._are_pollable = kinds == {DeviceStream}  # calls can be polled from any thread, so also from the watchdog's
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
-        self.next_event: object = None  # a torch.Event of the user, which the next outermost forward or `unshard()` waits for
+        self.next_event: object = None  # the user's torch.Event; a forward, unshard() or set_states() waits for it next
         self.capturing = False  # a step is captured in a graph
         # True if an interrupt (Ctrl-C) broke off a hook, the end of a backward or a wait. The next hook or public call resets.
         self.interrupted = False
@@ -335,14 +331,14 @@ class Streams:
 
     @contextmanager
     def waiting_for(self, tables: Sequence[GroupFingerprints], action: str) -> Iterator[None]:
-        """Log the call of the block, which bypasses `send`, in the logs of all `tables`, and show the watchdog the wait."""
+        """Log the call of the block, which bypasses `send`, in the logs of all `tables`; show its wait in the last of them."""
         with ExitStack() as waits:
             for table in tables:
                 waits.enter_context(self.waiting(table.call(action)))
             yield
 
     def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:
-        """Return an error that names the collective that failed, and the states of the other ranks."""
+        """Return the verdict if the log is closed, else an error with the failed collective and the other ranks' states."""
         log = call.log
         if log.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
             self.watchdog.peer_lost(call, failure.rank)

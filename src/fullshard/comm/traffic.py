@@ -23,7 +23,7 @@ class Message:
         kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (owners); talk (set-up, comparisons of ranks, and
             calls outside of a step, such as save_weights()); to_device, to_host (CPU offload).
         dtype: element dtype.
-        nbytes: bytes of all ranks' chunks, or of the all-reduced tensor; all_to_all, to_device, to_host: of this rank only.
+        nbytes: bytes of all ranks' chunks, or of the tensor reduced or broadcast; all_to_all, to_device, to_host: of this rank.
         buckets: number of tensors in the call.
         ranks: number of participating ranks.
     """

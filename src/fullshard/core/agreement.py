@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks, ascending: the given ones; else those of the only group, or of the first axis; (0,) for a rank alone."""
+        """Ranks, ascending: those given; else of the only group, or of the first axis if there are several; (0,) if alone."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:
@@ -144,7 +144,7 @@ class Agreement(Ranks):
     # --- bytes ---
 
     def first_unequal(self, rows: Tensor, present: Tensor | None = None) -> int | None:
-        """Return the first row that differs between the ranks that have it, else None. Collective: a message per process group.
+        """Return the index of the first row that differs between ranks that have it, or None. Collective: a message per group.
 
         `rows`: (rows, bytes) of uint8. `present`: (rows,) of uint8, 1 for the rows that this rank has; None if it has all.
         """
@@ -239,7 +239,7 @@ class Agreement(Ranks):
     ) -> CollectiveCall:
         """Log a collective on `axis`, under the name of this call, and start it. Return it, waited for if `wait` is True.
 
-        `fulls`: the tensors whose bytes `counting()` reports: the gathered output, or what is reduced or broadcast in place.
+        `fulls`: the tensors whose bytes `counting()` reports: what is gathered or received, or reduced or broadcast in place.
         """
         communicator = self._communicator
         assert communicator is not None

@@ -31,10 +31,10 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis, equal on all ranks if each thread (hybrid: all) makes logs in one order."""
+    """Return the name of a new log of an axis, equal on all ranks if each of their threads makes its logs in the same order."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # Counted per group, as threads interleave differently on each rank; not on hybrid axes, whose groups differ by rank.
+        # Counted per group: threads interleave differently on each rank. Hybrid axes, whose groups differ by rank: all threads.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 

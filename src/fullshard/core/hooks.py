@@ -211,7 +211,7 @@ class StateHooks:
             notify(self._unit)
 
     def after_save(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Put the shards into the state dict that another thread makes: the modules show what training needs just then."""
+        """Put the shards into the state dict that another thread makes: the modules may have unsharded ones for training."""
         if self._unit is None or self._unit.runtime.is_of_this_thread:
             return
         held = _torch.parameters_of(module)
@@ -225,7 +225,7 @@ class StateHooks:
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Replace unsharded tensors in `state_dict` by shards, for each module that holds parameters of the unit.
+        """Replace unsharded tensors in `state_dict` by shards, for one module that holds parameters of the unit.
 
         With `assign=True` the loaded tensors keep their dtype.
         """
@@ -238,10 +238,10 @@ class StateHooks:
         held = _torch.parameters_of(module)
         assign = bool(metadata.get("assign_to_params_buffers", False))
         for parameter in self._unit.parameters:
-            for installation in parameter.slots:
-                key = prefix + installation.name
-                value = state_dict.get(key) if installation.parameters is held else None
-                if not isinstance(value, Tensor) or (plain and installation.content is not parameter.sharded):
+            for slot in parameter.slots:
+                key = prefix + slot.name
+                value = state_dict.get(key) if slot.parameters is held else None
+                if not isinstance(value, Tensor) or (plain and slot.content is not parameter.sharded):
                     continue
                 loaded = like_shard(parameter, value, dtype=None if assign else parameter.local.dtype)
                 if isinstance(value, nn.Parameter) and loaded is not value:
@@ -267,7 +267,7 @@ def remove_hooks_from_copies(unit: Unit, copies: dict[int, Any]) -> None:
 def install_hooks(unit: Unit) -> None:
     """Install all hooks of a unit. Call it once per unit."""
     forward, state = ForwardHooks(unit), StateHooks(unit)
-    holders = {id(installation.parameters) for parameter in unit.parameters for installation in parameter.slots}
+    holders = {id(slot.parameters) for parameter in unit.parameters for slot in parameter.slots}
     for root in unit.modules:
         handles = [
             root.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True),

@@ -33,7 +33,7 @@ def slice_limit(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DirectRule:
-    """Choose the direct parameters: each has a message of its own, without a copy between shard and unsharded buffer.
+    """Choose the direct parameters: each has a message of its own into the unsharded buffer, without a copy-out.
 
     A copy costs in proportion to its bytes. A collective costs per call, and is slow if the chunk of a rank is small. Only
     parameters that are sharded along dim 0, in chunks of a multiple of ALIGN_BYTES, may be direct.
@@ -56,7 +56,7 @@ class DirectRule:
         return cls(limit)
 
     def choose(self, chunks: Sequence[int], eligible: Sequence[bool], ranks: int) -> set[int]:
-        """Return the indices of the direct parameters. `chunks`: bytes per rank; `eligible`: whether each may be direct."""
+        """Return the indices of the direct parameters. `chunks`: bytes per rank; `eligible`: whether sharded along dim 0."""
         # a direct chunk must be a multiple of ALIGN_BYTES, so that no gap is needed after it
         candidates = [i for i, chunk in enumerate(chunks) if chunk and eligible[i] and chunk % ALIGN_BYTES == 0]
         direct = {i for i in candidates if chunks[i] >= self.min_chunk}
@@ -244,7 +244,7 @@ class GroupLayout:
         return place.dim == 0 and place.chunk == _ceil_div(place.shape[0], self.ranks)
 
     def reduction(self, *, as_is: bool, in_order: bool, itemsize: int) -> ReductionLayout:
-        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: autograd's have that dtype.
+        """Plan the collectives that reduce the gradients in a dtype of `itemsize` bytes. `as_is`: they have it already.
 
         `in_order`: collectives run one after the other on their stream, so that large ones may run in slices.
         """
@@ -255,7 +255,7 @@ class GroupLayout:
         segments = tuple(segment for bucket in self.buckets if bucket.offset < stop for segment in bucket.segments)
         direct = tuple(index for index in unpacked if as_is and self.is_even(index))
         sliced = [(index, self.offsets[index].size) for index in unpacked if index not in direct]
-        limit = slice_limit(self.unsharded_numel * itemsize) // itemsize
+        limit = _ceil_div(slice_limit(self.unsharded_numel * itemsize), itemsize)
         return ReductionLayout(
             packed=Bucket(False, 0, stop, segments) if stop else None,
             direct=direct,

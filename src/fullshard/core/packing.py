@@ -21,19 +21,18 @@ class ReductionPlan:
     """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient; fixed.
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
-    direct   p3, p4                        one input each: the tensor that autograd computed
+    direct   p3, p4                        one input each: the gradient, copied only if it is scaled or not contiguous
     slices   p5, p6                        others with a direct all-gather (cast or uneven): in slices if `in_order`, or packed
     """
 
     layout: GroupLayout
     numel: int  # elements per rank of the packed input
     packed: list[Segment]  # segments of the packed input
-    # Picks what is packed, in order, from the gradients and `gaps`; None if there are `blocks`.
+    # Picks what is packed, in order, from the gradients and `gaps`; None if the chunks of one are not those of torch.chunk.
     pick: Callable[[Sequence[Any]], Sequence[Tensor]] | None
     gaps: list[Tensor]  # inputs of the gaps, (ranks, size) zeros in the compute dtype
     direct: tuple[int, ...]  # indices of parameters with an input of their own in the first reduce-scatter
     slices: tuple[tuple[Slice, ...], ...]  # slices in each reduce-scatter; the first also has `packed` and `direct`
-    blocks: frozenset[int]  # indices of packed parameters whose chunks are not those of torch.chunk along dim 0
     casts_whole: bool  # whether packed gradients may be concatenated first and then cast as a whole (see `pack`)
     views: list[tuple[tuple[int, ...], tuple[int, ...], int]]  # (shape, strides, offset) of each part of the flat gradient
     dtype: torch.dtype  # dtype of `.grad`
@@ -58,21 +57,19 @@ class ReductionPlan:
         segments = [segment for segment in found.packed.segments if segment.size] if found.packed is not None else []
         sizes = [segment.size for segment in segments if segment.parameter < 0]
         places = (layout if shard_layout is None else shard_layout).offsets
-        blocks = frozenset(one.parameter for one in segments if one.parameter >= 0 and not layout.is_chunked(one.parameter))
+        chunked = all(one.parameter < 0 or layout.is_chunked(one.parameter) for one in segments)
+        numel = 0 if found.packed is None else found.packed.size
         gap = itertools.count(len(shapes))
         order = [one.parameter if one.parameter >= 0 else next(gap) for one in segments]
         return cls(
             layout=layout,
-            numel=0 if found.packed is None else found.packed.size,
+            numel=numel,
             packed=segments,
-            pick=None if blocks else _picker(order),
+            pick=_picker(order) if chunked else None,
             gaps=[torch.zeros(layout.ranks, size, dtype=dtypes.compute, device=device) for size in sizes],
             direct=found.direct,
             slices=found.slices,
-            blocks=blocks,
-            casts_whole=casts_whole(
-                0 if found.packed is None else layout.ranks * found.packed.size, dtypes, on_cpu=device.type == "cpu"
-            ),
+            casts_whole=casts_whole(layout.ranks * numel, dtypes, on_cpu=device.type == "cpu"),
             views=[(shape, _torch.contiguous_strides(shape), place.offset) for shape, place in zip(shapes, places)],
             dtype=dtypes.reduced,
         )

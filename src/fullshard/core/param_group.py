@@ -50,7 +50,7 @@ class ParamGroup:
         shard_layout: layout of the flat shard: `layout`, unless shards are divided over the replicas as well.
         shard: the flat shard, (shard_layout.shard_numel,).
         reduction: layout of the gradients in the reduce-scatter inputs; fixed.
-        is_replicated: whether all parameters, as scalars on an axis that shards, are replicated on its ranks.
+        is_replicated: whether the parameters are scalars, which every rank has in full although the mesh has a shard axis.
     """
 
     flat = is_exact = True
@@ -89,7 +89,7 @@ class ParamGroup:
         # Whether the flat gradient is the reduce-scatter output itself, so that its memory can be used again.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
-        # The last gradients that were set as parts of one flat gradient (`are_set` if they still are); None while reused.
+        # The last gradients that were set as parts of one flat gradient (`are_set`: they still are), if no reduction has them.
         self.parts: GradientParts | None = None
         # Given a text for the log, returns the block in which gradients are summed over tensor-parallel ranks; None: no sums.
         self.summing: Callable[[str], AbstractContextManager[None]] | None = None
@@ -165,7 +165,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # a new DTensor may have begun a counter in `before` anew: exceed all versions
+        if not were_shared:  # `before` may have the counter of a new DTensor, which began at 0: exceed all versions
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:
@@ -280,7 +280,7 @@ class ParamGroup:
     def _move_shard(self) -> None:
         """Copy the flat shard into new memory, so that other tensors over the old memory keep their values.
 
-        Raises StateError if `keeps_memory`, since a captured graph may use the addresses of the shard.
+        Raises StateError if a flat shard `keeps_memory`, since a captured graph may use the addresses of the shard.
         """
         if self.keeps_memory and self.flat:
             raise StateError(

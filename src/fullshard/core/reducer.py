@@ -34,7 +34,7 @@ class Listener:
         """Act at the end of the outermost backward, before the gradients that are left are reduced."""
 
     def on_reset(self, units: Container[int]) -> None:
-        """Forget what belongs to these units (by number), since a forward or backward of theirs failed."""
+        """Forget what belongs to these units (by number): the forward or backward that they are in is broken off."""
 
     def on_discard(self, unit: Unit) -> None:
         """Forget the gradients of a unit that are not in `.grad` yet: they are discarded."""
@@ -50,7 +50,7 @@ class GradientReducer:
     def __init__(self, communicator: Communicator, listeners: Sequence[Listener]) -> None:
         self._communicator, self._listeners = communicator, listeners
         self.in_flight = InFlight()  # the reduce-scatters, and the all-gathers of deleted units
-        self.replicating = InFlight()  # the reductions over replicas
+        self.replicating = InFlight()  # second steps: reductions over replicas, or all-reduce hooks alone
         self.heartbeats = Heartbeats(communicator)
         # Units with gradients that are not fully reduced, since a backward kept them on this rank (`has_local`) or reduced them
         # over shards only (`deferred`). Weak references, so that a deleted model frees its memory.
@@ -58,7 +58,7 @@ class GradientReducer:
         # Reductions of steps that have not ended. Weak references to units, so that models can be deleted before a step ends.
         self._reduced: list[tuple[weakref.ref[Unit], Reduction]] = []
         self._has_hooked = False  # True once a reduction of parameters with gradient hooks was started
-        self.replicates = False  # True once a reduction over replicas was started
+        self.replicates = False  # True once a second step was started
         # From `decide` to the end of `assign_grads`: the reductions to commit, even after an interrupt. Else None.
         self.decided: list[Reduction] | None = None
 

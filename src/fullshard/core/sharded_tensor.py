@@ -29,7 +29,7 @@ OPERATORS: dict[Any, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {}
 
 
 class ShardedDTensor(DTensor):
-    """A sharded parameter, a view of one, an empty tensor like one, or a deep copy. Others, as `p.detach()`, are DTensors.
+    """A sharded parameter, a view of one, an empty tensor like one, or a deep copy. Other results (`p.detach()`) are DTensors.
 
     torch raises "got mixed torch.Tensor and DTensor" in C++, without the name of the parameter. The `__torch_dispatch__` of a
     subclass runs before that error. docs/data-plane.md says what it does. Reading `.grad` or `.shape` costs nothing extra.
@@ -71,7 +71,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A DTensor over the same memory. Its writes are noted. Local tensors share a version counter, wrappers do not."""
+        """A view of the same memory. Writes to it are noted: its local tensor shares the version counter of this one's."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made
@@ -206,7 +206,7 @@ def _mark_view(view: Any, back: Any) -> None:
 
 
 def parameter_of(tensor: Tensor) -> Any:
-    """Return the ShardedParameter of a ShardedDTensor; None for other tensors, and if the parameter was deleted."""
+    """Return the ShardedParameter of a ShardedDTensor; None for deep copies and others, and if the parameter was deleted."""
     back = tensor.__dict__.get(LOGICAL) or tensor.__dict__.get(_VIEWED)
     return None if back is None else back()
 

@@ -79,10 +79,10 @@ Step = Callable[[], Any]
 def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
     """Return the copy-out, which copies the packed all-gather output to the parameters' regions of the buffer.
 
-    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU copies one region after the other:
-    there runs of equal size are copied as one, and gaps are not. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
+    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU copies region by region: there a
+    run of equal segments is copied as one, and gaps are left out. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
     """
-    places: list[tuple[int, int]] = []  # (column, size); the packed part is in front, in the shard and in the buffer
+    places: list[tuple[int, int]] = []  # (column, size); a column is also an offset in the shard: the packed part is first
     permuted: list[Tensor] = []
     blocks: list[Tensor] = []
     if layout.packed is None or not staging.numel():
@@ -181,7 +181,7 @@ class UnshardedBuffer(ABC):
 
     @property
     def allocated(self) -> int:
-        """Bytes that are allocated, staging memory included."""
+        """Bytes that are allocated, staging memory included, but not that of a custom all-gather."""
         return sum(storage.size() for storage, _ in self._storages)
 
     @abstractmethod

@@ -104,8 +104,8 @@ def fully_shard(  # type: ignore[misc]
         comm_policy: how collectives are formed and run.
         check_policy: the checks during training.
         sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
-            shards. A parameter that nothing wrote since this call (no load, no initialization) must have equal values on
-            all ranks. The error names the first parameter that differs, for example because of different seeds. "broadcast"
+            shards. A parameter that nothing wrote since this call (no load, no initialization) must be equal on all its
+            data-parallel ranks. The error names the first that differs, for example because of different seeds. "broadcast"
             copies the parameters and buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the
             environment takes the place of "check".
 

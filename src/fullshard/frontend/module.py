@@ -357,7 +357,7 @@ class FSDPModule(_torch.TorchFSDPModule):  # type: ignore[misc]
         """Return the module's own `extra_repr`, followed by the unit: parameters, elements, groups, rank and residency.
 
         Returns:
-            One line of text.
+            The text.
         """
         own = _original_class(self).extra_repr()
         unit = unit_of(self)  # not `require_unit`: a repr must not wait for collectives, even after an interrupt
