@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -70,6 +73,25 @@ def calls_of_a_step(units: int) -> Counter[tuple[str, str, str]]:
     return counts
 
 
+def frames_of_all_gathers() -> int:
+    """The most Python frames between a call of a module and the process group, which it asks for an all-gather."""
+    found: list[int] = []
+
+    def asked(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            callers = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))]
+            if nn.Module._call_impl.__code__ in callers:
+                found.append(callers.index(nn.Module._call_impl.__code__))
+            return inner(*args, **kwargs)
+
+        return call
+
+    names = [name for name in dir(dist.ProcessGroup) if "all_gather" in name or "allgather" in name]
+    with mock.patch.multiple(dist.ProcessGroup, **{name: asked(getattr(dist.ProcessGroup, name)) for name in names}):
+        calls_of_a_step(4)
+    return max(found)
+
+
 def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     """Eight more units against eight, so that what a step costs besides cancels out. Collectives do nothing (torch's fake group)."""
     from exits import script  # which this file lacks where it is the program
@@ -79,6 +101,7 @@ def test_a_unit_of_eleven_parameters_costs_so_many_calls() -> None:
     found = json.loads(done.stdout)
     calls, functions = (81, 58) if HONOURS_SUBCLASSES else (93, 61)  # torch 2.11 tells nothing, so groups look each time
     assert found["calls"] <= calls and found["functions"] <= functions and found["files"] <= 10, found
+    assert 0 < found["frames"] <= 6, found
 
 
 def main() -> None:
@@ -89,6 +112,7 @@ def main() -> None:
         "calls": sum(per_unit.values()),
         "functions": len({(file, function) for _, file, function in per_unit}),
         "files": len({file for _, file, _ in per_unit}),
+        "frames": frames_of_all_gathers(),
         # Drawn by docs/pictures/draw.py.
         "arrows": sorted({(caller, file) for caller, file, _ in per_unit if caller != file}),
     }
