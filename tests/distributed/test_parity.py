@@ -624,6 +624,33 @@ def test_tied_parameters_in_one_unit_stay_tied(world: World) -> None:
 
 
 @ranks(2)
+def test_a_parameter_that_is_tied_again_between_two_calls_is_in_its_unit_once(world: World) -> None:
+    """Its module has the sharded parameter by then, another one the parameter of before: the second backward counted twice."""
+
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+            self.b.weight = self.c.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+    model = Thrice()
+    sharded: Any = copy.deepcopy(model)
+    fully_shard(sharded.a, mesh=world.mesh)
+    sharded.c.weight = sharded.a.weight  # tie_weights() of transformers, called again
+    with pytest.warns(UserWarning, match="the unit around both takes it"):
+        fully_shard(sharded, mesh=world.mesh)
+    assert len(sharded._fullshard_unit.parameters) == 1
+    for step in range(2):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        square(sharded(world.mine(x))).backward()
+        square(model(x)).backward()
+        assert_same_grads(sharded, model)
+
+
+@ranks(2)
 def test_a_list_of_modules_is_one_unit(world: World) -> None:
     def shard(m: Stack) -> None:
         fully_shard([m.blocks[0], m.blocks[1]], mesh=world.mesh)

@@ -38,7 +38,7 @@ class Ties:
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
     """Call `ensure_sharded` of other units that own parameters in `managed`, and return the plan for these.
 
-    Raises ValueError if neither the new unit nor the owner is around the other, StateError inside a step of the owner.
+    Raises ValueError if neither the new unit nor the owner is around the other, StateError in a step of the owner.
     """
     ties = Ties()
     inside = {id(inner) for module in modules for inner in module.modules()}
@@ -49,8 +49,10 @@ def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
             continue
         parameter = known[0]
         ties.refs.append((ref, parameter))
-        owner.ensure_sharded(doing="fully_shard() of a module that shares a parameter with it")
-        owner.runtime.reducer.check_delivered(owner, doing="fully_shard() of a module that shares a parameter with it")
+        if any(parameter is taken for taken, _ in ties.taken):
+            continue  # `managed` has it twice: as sharded, and as it was before
+        owner.ensure_sharded(doing="fully_shard() of a module with a tied parameter")
+        owner.runtime.reducer.check_delivered(owner, doing="fully_shard() of a module with a tied parameter")
         around = {id(inner) for module in owner.modules for inner in module.modules()}
         if all(id(module) in inside for module in owner.modules):
             ties.taken.append((parameter, owner))
