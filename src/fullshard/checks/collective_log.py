@@ -160,7 +160,7 @@ class CollectiveLog:
 
     @property
     def hash(self) -> int:
-        """64-bit hash of all calls, equal on ranks with equal calls."""
+        """64-bit hash of all calls, equal on ranks with equal calls. Only the thread that appends may read it."""
         self.roll_block()
         return self.snapshot()[1]
 
@@ -255,9 +255,9 @@ class GroupFingerprints(dict[str, Fingerprint]):
         fingerprint = self[action] = Fingerprint(self._unit_name, action, f"{self._seed} {action}")
         return fingerprint
 
-    def call(self, action: str) -> LoggedCall:
+    def call(self, action: str, call: LoggedCall | None = None) -> LoggedCall:
         """Log a call that runs outside of `Streams.send`, and return it. Raises StateError if the log is closed."""
-        call = LoggedCall()
+        call = LoggedCall() if call is None else call
         call.log, call.fingerprint = self.log, self[action]
         self.log.append(call.fingerprint)
         call.number = self.log.count

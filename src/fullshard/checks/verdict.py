@@ -57,8 +57,8 @@ class Inquiry:
             how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
             return f"{how} ended the program or its process group while {here}. {last}"
-        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) also that of a rank
-        # that logged the call: it may not have started an all-reduce over replicas that it logged.
+        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) that of a rank that
+        # logged the call counts, too: an all-reduce over replicas is logged before it starts, and may not have started.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
         if raised and seconds > max(_RAISED_SECONDS, wait.patience):
@@ -67,7 +67,7 @@ class Inquiry:
         return None
 
     def _windows(self) -> dict[int, Window]:
-        """Return the recent calls of this rank, and of other ranks whose calls may differ.
+        """Return the recent calls of this rank, of the one that made most, and of some whose calls may differ from theirs.
 
         Ranks with equal counts and hashes made the same calls, so the calls of one of them are read for all.
         """

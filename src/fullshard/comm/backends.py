@@ -6,7 +6,7 @@ What a new backend needs:
 - if it lacks ReduceOp.AVG: its name in `_SUM_ONLY`. Sums are then scaled afterwards (`CoalescedCollectives`; tests in
   `tests/distributed/test_collectives.py`). Beside AVG, only SUM and MAX are used, no premultiplied sums;
 - if it needs collectives of its own: a class with the members of `Collectives` (comm/base.py) and with `all_to_all` (as in
-  comm/coalesced.py), which Muon's exchange calls; here, a branch in `collectives_for`, and one in `carries_tags` if its
+  comm/coalesced.py), for steps by owners as Muon's; here, a branch in `collectives_for`, and one in `carries_tags` if its
   messages carry tags.
 
 `tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume gloo on the
@@ -24,8 +24,8 @@ from fullshard.comm.coalesced import CoalescedCollectives
 from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
-"""Backends without ReduceOp.AVG, by `Backend.name()` in lower case. Only for subclasses of ProcessGroup in Python that have no
-backends, by the name given to `register_backend`, which may differ. (MTIA is recognized by its device.)"""
+"""Backends without ReduceOp.AVG, by `Backend.name()` in lower case; those of subclasses of ProcessGroup in Python without
+backends by the name given to `register_backend`, which may differ. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

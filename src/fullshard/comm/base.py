@@ -48,7 +48,7 @@ Started: TypeAlias = StartedWork | dist.Work | None
 class Collectives(Protocol):
     """The collectives of one process group. Tensors are contiguous, and 1-D except in all-reduces. No method waits for the end.
 
-    Pass an implementation of your own as `CommPolicy(collectives=...)`.
+    Pass a function from a process group to an implementation of your own as `CommPolicy(collectives=...)`.
 
     Attributes (those with a default may be missing):
         ranks: number of ranks in the group.
@@ -66,7 +66,6 @@ class Collectives(Protocol):
     ranks: int
     rank: int
     direct_min_bytes: float
-    in_order: bool
 
     def gatherer(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> Callable[[], Started]:
         """Prepare an all-gather that can be started many times.
@@ -116,7 +115,7 @@ class Collectives(Protocol):
         ...
 
 
-Allocate = Callable[..., Tensor]  # (numel, *, dtype, device) -> 1-D tensor
+Allocate = Callable[..., Tensor]  # (size, *, dtype, device) -> 1-D tensor; `size` is (numel,)
 
 Adapter = Callable[[Collectives, dist.ProcessGroup], Collectives]
 """Makes other collectives out of a backend's or a policy's (an extension point: see `gather_adapter` in `UnitOptions`)."""

@@ -45,7 +45,7 @@ class PeerLost(RuntimeError):
 
 
 class Messages:
-    """The messages of one call.
+    """The messages of one stage of a call.
 
     `_UNDER_WAY` keeps them alive until they have been waited for, even if the caller drops them: gloo stops reading from a peer
     when a message arrives whose buffer is gone. This class has no `is_completed`: a poll would take 25 us.
@@ -218,11 +218,9 @@ class GlooCollectives:
         if self.ranks <= _FEW_RANKS or self.ranks > 1 << (1 << _STAGE_BITS) or not tensor.numel():
             return self._all_exchange(tensor, torch.maximum)
         tag = self._next_tag()
-        alive: list[Tensor] = []  # sent tensors must stay alive until their messages complete
 
         def begin(stage: int) -> tuple[Messages, Tensor]:
             received, sent, distance = torch.empty_like(tensor), tensor.clone(), 1 << stage
-            alive.append(sent)
             source, target = (self.rank - distance) % self.ranks, (self.rank + distance) % self.ranks
             return self._exchange(tag + stage, [(received, source)], [(sent, target)]), received
 
@@ -234,7 +232,6 @@ class GlooCollectives:
                 further, theirs = begin(stage)
                 further.wait()
                 torch.maximum(tensor, theirs, out=tensor)
-            alive.clear()
 
         return StartedWork((messages,), run_further_stages)
 
@@ -260,7 +257,7 @@ def _add_scaled(mine: Tensor, theirs: Tensor, out: Tensor, scale: float) -> None
     """Write (mine + theirs) * scale to `out` (all 1-D), bit-equal to DDP and FSDP2 on gloo, in one pass where possible.
 
     Multiplication by a power of two is exact, so `addr` (mine * scale + theirs * scale) then gives the same bits, unless a
-    value overflows or underflows. 16-bit dtypes, where that is common, are excluded: `addr` computes them in 32 bits.
+    value overflows or underflows. 16-bit dtypes are excluded: `addr` sums them in 32 bits, where float16 does not overflow.
     """
     if scale != 1.0 and frexp(scale)[0] == 0.5 and out.itemsize >= 4 and out.numel():
         torch.addr(mine.view(-1, 1), theirs, mine.new_ones(1), beta=scale, alpha=scale, out=out.view(-1, 1))

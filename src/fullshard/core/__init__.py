@@ -16,7 +16,7 @@ from fullshard.comm.streams import CollectiveCall, HostStream, InFlight, Lane, W
 from fullshard.comm.traffic import Message
 from fullshard.core.agreement import Agreement, Ranks
 from fullshard.core.communicator import Communicator
-from fullshard.core.heartbeat import SentHeartbeat, message_length
+from fullshard.core.heartbeat import Heartbeat, SentHeartbeat, message_length
 from fullshard.core.hooks import (
     BackwardHook,
     ForwardHooks,

@@ -39,8 +39,8 @@ class Heartbeat:
     The maximum of 255 - x is 255 minus the minimum of x. So if a byte of the hash differs between ranks, each rank finds one of
     the first 16 bytes changed: its own byte is below the maximum or above the minimum.
 
-    On the CPU the host waits for a heartbeat and reads it at once, on an accelerator in a later step. Only if a trainable
-    parameter has no `.grad`, and this rank did not use it, are flags read, and at once: if another rank did, `.grad` is set.
+    On the CPU the host waits for a heartbeat and reads it at once, on an accelerator in a later step. Flags are read (at once)
+    only if a trainable parameter has no `.grad` and this rank did not use it: it gets a `.grad` if another rank used it.
 
     On the CPU all tensors are views of one piece of memory. On an accelerator the bytes are copied to the device through pinned
     memory, and the result is copied back to pinned memory, so that no copy blocks the host.
@@ -124,7 +124,7 @@ class Heartbeats:
         self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
-        """Send one heartbeat per log in which one is due. `reductions`: each with the `CheckPolicy.every` of its unit."""
+        """Send a heartbeat per log in which one is due. `reductions`: with `CheckPolicy.every`; the first of a log decides."""
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
         always = self._communicator.capturing  # `every` cannot apply: what is captured is sent in every replay, or in none
         for every, reduction in reductions:

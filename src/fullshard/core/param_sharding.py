@@ -26,7 +26,7 @@ class ShardPlacementResult:
     Args:
         placement: `Shard(dim)`, or None for `Shard(0)`.
         mesh_info: a DeviceMesh as `fully_shard` accepts it, an object with such a `.mesh` (torch's FSDPMeshInfo), or None for
-            the mesh of the unit. Of an `.spmd_mesh`, `.dp_mesh_dims` names the axes for data parallelism.
+            the mesh of the unit. An `.spmd_mesh` is used in place of `.mesh`; `.dp_mesh_dims` names its data-parallel axes.
 
     Example:
         Shard the experts of a mixture over the ranks with the same experts:
@@ -45,7 +45,7 @@ PlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 
 @dataclass(frozen=True, eq=False)
 class PlainPart:
-    """The DTensor whose local tensor is a plain parameter, with which modules compute."""
+    """The DTensor that a plain parameter stands for. Modules compute with the parameter, which is its local tensor."""
 
     spec: _torch.DTensorSpec  # of the DTensor, on the mesh of all parallelisms
     grad_placements: tuple[Placement, ...]  # of autograd's gradient; Partial on the data-parallel axes and on `summed_axes`

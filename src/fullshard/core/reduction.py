@@ -47,11 +47,11 @@ class ReductionFactors:
 
     @classmethod
     def of(cls, group: ParamGroup, options: ReduceOptions, *, defer: bool) -> ReductionFactors:
-        """Return the factors for gradients of `group`. `defer`: leave the reduction over replicas to a later one.
+        """Return the factors for gradients of `group`. `defer`: leave the second step to a later reduction.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
         divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so normal
-        numbers lose no bits. That of FSDP2 also divides the number of ranks, so results may differ by a rounding.
+        numbers lose no bits. FSDP2's is also a divisor of the number of ranks, so results may differ by a rounding.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide
@@ -109,7 +109,7 @@ class Reduction:
         """Allocate the output, and make the reduce-scatter inputs of packed and direct gradients, on the compute stream.
 
         `grads`: unsharded gradient of each parameter, (sharding.local_shape); None if this rank did not use it. With `defer`
-        the reduction over replicas is left to a later reduction of the group.
+        the second step (`ReductionFactors`) is left to a later reduction of the group.
         """
         self.group = group
         known = group.factors  # of the last reduction, which had the same options, most likely
@@ -251,7 +251,7 @@ class Reduction:
     # --- on the compute stream ---
 
     def note_started(self, work: Work) -> None:
-        """Record `work`, the last work of this reduction. If replicas are deferred, the next reduction adds this one."""
+        """Record `work`, the last work of this reduction. If the second step is deferred, the next reduction adds this one."""
         self._work = work
         self.group.grads.deferred = (self.reduced_shard, self.used, work) if self.factors.deferred else None
 
@@ -260,7 +260,7 @@ class Reduction:
         # Released before that wait, their memory could be reused on the compute stream while the collective still reads it.
         self._inputs, self._flat_grads, self._earlier = [], {}, None
         if not self.factors.has_second_step:
-            self.reduced_shard = self._sum = self._flat  # if replicas are deferred, `_flat` is the sum, so the sum stays
+            self.reduced_shard = self._sum = self._flat  # if the second step is deferred, `_flat` is the sum, which stays
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
@@ -270,7 +270,7 @@ class Reduction:
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        With `collectives_on_host`, `reduced` means that it was waited for. Without, each call makes the current stream wait.
+        With `collectives_on_host`, a `reduced` one was waited for already. Without, each call makes the current stream wait.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:
@@ -307,32 +307,28 @@ class Reduction:
     def commit(self) -> None:
         """Set `.grad` of the parameters to parts of the flat gradient, or add to the existing gradients."""
         group, flat = self.group, self._flat
-        if self._gradients is not None:
-            for parameter, gradient in zip(group.parameters, self._gradients):
-                grad = parameter.sharded.grad
-                if grad is not None and gradient is not None:
-                    _torch.local_part(grad).add_(_torch.local_part(gradient))
-                elif gradient is not None:
-                    parameter.sharded.grad = gradient
-            return
-        if not any(map(operator.is_not, map(_grad, group.sharded), repeat(None))):
+        gradients = self._gradients
+        if gradients is None and not any(map(operator.is_not, map(_grad, group.sharded), repeat(None))):
             parts = self._parts
             if parts is None or parts.flat is not flat:
                 parts = self._make_parts()
             deque(map(setattr, group.sharded, repeat("grad"), parts.grads), maxlen=0)
             group.parts = parts
             return
-        total = flat_gradient(group)
-        if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
-            total.add_(flat)
-            return
-        group.parts = None  # the gradients that exist are not parts of one flat gradient
-        for parameter, view in zip(group.parameters, group.reduction.views):
-            new, grad = parameter.dtensor_like_shard(flat.as_strided(*view)), parameter.sharded.grad
-            if grad is None:
-                parameter.sharded.grad = new
-            else:
-                _torch.local_part(grad).add_(_torch.local_part(new))
+        if gradients is None:
+            total = flat_gradient(group)
+            if total is not None:  # all gradients are parts of it, so one addition is enough for the whole group
+                total.add_(flat)
+                return
+            group.parts = None  # the gradients that exist are not parts of one flat gradient
+            views = zip(group.parameters, group.reduction.views)
+            gradients = [parameter.dtensor_like_shard(flat.as_strided(*view)) for parameter, view in views]
+        for parameter, gradient in zip(group.parameters, gradients):
+            grad = parameter.sharded.grad
+            if grad is not None and gradient is not None:
+                _torch.local_part(grad).add_(_torch.local_part(gradient))
+            elif gradient is not None:
+                parameter.sharded.grad = gradient
 
     def _make_parts(self) -> GradientParts:
         """Return the parts of the flat gradient as DTensors."""
@@ -428,7 +424,7 @@ def copy_slice(flat: Tensor | None, size: int, part: Slice, out: Tensor) -> None
 
 
 def _copy_one_by_one(plan: ReductionPlan, grads: Sequence[Tensor | None], message: Tensor) -> None:
-    """Copy and cast gradients into the packed input, (ranks, numel), if any is missing or permuted, or their dtypes differ.
+    """Copy and cast gradients into the packed input, (ranks, numel), if one is missing, dtypes differ, or `plan.pick` is None.
 
     Some kernels return the gradients of norms in float32. Casting all gradients first would take memory for a copy.
     """

@@ -60,7 +60,7 @@ class Runtime:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.scheduler = Scheduler()
-        self.listeners: list[Listener] = []  # follow the backwards (an extension point)
+        self.listeners: list[Listener] = []  # follow the steps (an extension point)
         self.reducer = GradientReducer(self.communicator, self.listeners)
         self.backward = RunningBackward(communicator)
         self.kept: weakref.WeakSet[Unit] = weakref.WeakSet()  # units that are kept unsharded between steps
@@ -162,7 +162,7 @@ class Runtime:
             self._drop_stale()
 
     def listener(self, kind: Callable[[Runtime], Listener]) -> Any:
-        """Return the listener of the class `kind`, which the first call creates."""
+        """Return the listener of the class `kind`; create it if there is none."""
         found = next((one for one in self.listeners if type(one) is kind), None)
         if found is None:
             self.listeners.append(found := kind(self))
@@ -288,7 +288,7 @@ class Runtime:
         for number, unit in sorted(units.items()):
             if unit.record.residency is not SHARDED and not unit.record.is_pinned:
                 unit.uninstall()
-            # Zero-bubble schedules set `.grad` of unsharded parameters between backwards of inputs: leave it to accumulate.
+            # Zero-bubble schedules set `.grad` of unsharded parameters between backwards of inputs only: do not take it.
             if number in self.backward.passed and not unit.options.reduces:
                 continue
             for group in unit.groups:
@@ -454,7 +454,7 @@ class RunningBackward:
         _torch.on_backward_end(end)
 
     def has_raised(self) -> bool:
-        """Return True if it raised. If it is underway, but this thread runs none, wait until the engine drops its callback.
+        """Return True if it raised. If it is underway, but no backward runs on this thread, wait until the engine drops it.
 
         Raises StateError if it still runs on another thread after `PATIENCE` seconds.
         """

@@ -173,7 +173,7 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a thread on a device, of any model. A "run" is one backward, or a series of outermost
+    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost
     forwards; the series ends after a forward of several units, before its first unit starts again, or when a backward ends.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
@@ -378,7 +378,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward: what is prefetched in it counts as current, even if written since."""
+        """Begin a phase at the first event of a backward: a prefetch in it counts as current, even if shards change later."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1
@@ -388,8 +388,8 @@ class Scheduler:
     ) -> list[Action]:
         """Reduce the units whose backward is done, unshard this one, and prefetch the next.
 
-        `again`: the backward has create_graph=True. `collects`: False if no parameter of the unit gets a gradient, as in
-        torch.autograd.grad(loss, activations).
+        `again`: the backward has create_graph=True. `collects`: False if no parameter of the unit, nor of one before, gets
+        a gradient, as in torch.autograd.grad(loss, activations).
         """
         unit, start, end, copied = call
         record = self._records[unit]
@@ -487,7 +487,7 @@ class Scheduler:
         return any(call.start >= begin for call in self._pending.values())
 
     def start_of_outermost(self, call: ForwardCall) -> int:
-        """Return the clock just before the last outermost forward that began before `call`; -1 if that is too long ago."""
+        """Return the clock just before the last outermost forward up to `call` (itself, if outermost); -1 if too long ago."""
         return next((start for start in reversed(self.outermost_starts) if start < call.start), -1)
 
     # --- prefetching ---

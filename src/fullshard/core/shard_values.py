@@ -93,7 +93,7 @@ def shard_of(parameter: ShardedParameter, full: Tensor, *, dtype: torch.dtype) -
 
 
 def like_shard(parameter: ShardedParameter, value: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a loaded value as a DTensor to copy into the shard; unchanged if of another shape, or if `rows_in` has none.
+    """Return a loaded value as a DTensor to copy into the shard, or unchanged if torch is to convert it or to refuse it.
 
     A DTensor on a mesh of the same ranks with other dim names gets the mesh of the parameter, since DTensor refuses operators
     across such meshes. `dtype`: of the result for a plain tensor; None keeps that of the tensor.
@@ -123,8 +123,8 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
 def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
 
-    The result has memory of its own, on the device of the shard. With tensor parallelism, a gradient that has other placements
-    than its parameter comes on the device of the mesh. `sharded`: the parameter, or its gradient.
+    The result has memory of its own, on the device of the shard. With tensor parallelism, that of a tensor subclass, or of a
+    gradient with other placements than its parameter, is on the device of the mesh. `sharded`: the parameter, or its gradient.
     """
     local, axis = _torch.local_tensor(sharded).detach(), sharding.axis
     alike = sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements

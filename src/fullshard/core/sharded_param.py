@@ -31,7 +31,7 @@ class BackReference(weakref.ref["ShardedParameter"]):
 
 
 def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
-    """Return the back-reference of each tensor, or None. They are equal as long as the groups are."""
+    """Return the back-reference of each tensor, or None: the same objects until a shard is bound to memory again."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
@@ -54,7 +54,7 @@ def set_replacement(old: Tensor, by: nn.Parameter) -> None:
 
 def replacement_of(tensor: Tensor) -> nn.Parameter | None:
     """Return the parameter that replaces `tensor` now, or None if nothing replaced it."""
-    if LOGICAL in tensor.__dict__:  # a sharded parameter: the lookup below costs a microsecond
+    if LOGICAL in tensor.__dict__:  # a sharded parameter, which nothing replaced: spares a lookup of a microsecond
         return None
     found: nn.Parameter | None = None
     now = _Replacements.by_old.get(tensor)
@@ -74,7 +74,7 @@ def replacement_generation() -> int:
     return _Replacements.generation
 
 
-_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: an empty DTensor with the same version counter
+_COUNTER = "_fullshard_counter"  # attribute of a sharded parameter: a DTensor without memory, with the same version counter
 
 
 def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
@@ -93,7 +93,7 @@ def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
 
 
 def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return a tensor for each version counter of these sharded parameters, and whether none has a counter of its own."""
+    """Return a tensor for each version counter of these sharded parameters, and whether none of them is such a tensor."""
     found = [(tensor, tensor.__dict__.get(_COUNTER, tensor)) for tensor in sharded]
     counters = {id(counter): counter for _, counter in found}
     return list(counters.values()), all(counter is not tensor for tensor, counter in found)
@@ -169,7 +169,7 @@ class ShardedParameter:
         self.unit_name = UnitName("")
         # What modules compute with (`to_parameter`), over the group's unsharded buffer; None before the first all-gather.
         self.unsharded: nn.Parameter | None = None
-        # Unsharded gradient of backwards without gradient sync, in the dtype `Dtypes.kept`, (sharding.local_shape).
+        # Unsharded gradient of backwards that do not reduce, in the dtype `Dtypes.kept`, (sharding.local_shape).
         self.local_grad: Tensor | None = None
         # This rank's shard, (sharding.shard_shape), a part of the group's flat shard. `sharded` is a DTensor over it.
         self.local: Tensor
@@ -240,7 +240,7 @@ class ShardedParameter:
             group.writes += 1
 
     def assign(self, value: Tensor) -> None:
-        """Replace the shard's values, for `.data = value`. Raise StateError if dtype or shape of `value` does not fit."""
+        """Replace the shard's values, for `.data = value`. Raise StateError if its dtype, shape or placements do not fit."""
         if value.dtype != self.local.dtype:
             raise StateError(
                 f"Expected .data of {self.local.dtype} for parameter '{self.name}', got {value.dtype}. Cast the model with "

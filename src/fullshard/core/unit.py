@@ -81,7 +81,7 @@ class Unit:
         self.axis = axis
         self.options = options
         self.parameters = parameters
-        self.groups: list[ParamGroup] = []  # the parameters by dtypes, axis, device and requires_grad
+        self.groups: list[ParamGroup] = []  # the parameters by kind, dtypes, axis, device and requires_grad
         self._modules = [weakref.ref(module) for module in modules]  # weak, since modules refer to their unit
         self.is_list = len(modules) > 1
         # The path to the unit's module from the outermost one that ran: each parent, and the name of its child on the path.
@@ -581,7 +581,7 @@ class Unit:
         return [GroupFingerprints(log, self.unit_name, subject) for log in logs]
 
     def _storage(self, direct_min_bytes: float) -> Storage:
-        """Return where a group's memory is. `direct_min_bytes`: of its collectives."""
+        """Return devices and options of a group's buffers. `direct_min_bytes`: of its collectives."""
         options, offload = self.options, self.options.offload
         host = isinstance(offload, CPUOffloadPolicy)
         pinned = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory

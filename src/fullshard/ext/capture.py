@@ -30,11 +30,11 @@ from fullshard.core import (
     FlatBuffer,
     ForwardCall,
     GroupFingerprints,
+    Heartbeat,
     Listener,
     Move,
     ParamGroup,
     Runtime,
-    SentHeartbeat,
     ShardedParameter,
     Unit,
     UnitName,
@@ -52,7 +52,7 @@ class Graph:
 
     Collective: all ranks capture and replay the same graphs in the same order. Run a step eagerly first. Asks of a program
     what torch.cuda.graph asks: inputs that are copied to one place, optimizers with capturable=True and learning rates in
-    tensors, gradients that are zeroed in place if the optimizer is not captured, and no reads by the host.
+    tensors, gradients that are zeroed in place unless the graph clears them, and no reads by the host.
 
     Args:
         device: the accelerator; None for the current one.
@@ -87,7 +87,7 @@ class Graph:
             The context manager of the block.
 
         Raises:
-            StateError: in the block, if a unit runs that a graph cannot hold (`capture_obstacles`).
+            StateError: in the block, if a graph cannot hold what runs in it (docs/capture.md).
         """
         return torch.get_device_module(self._device).graph(self.raw, **options)
 
@@ -109,7 +109,7 @@ class Graph:
 
 
 def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str]:
-    """Return why a step of a model cannot be captured; an empty list if it can. Equal on all ranks.
+    """Return which units and optimizers a graph cannot hold; empty if it can hold all of them. Equal on all ranks.
 
     Args:
         model: a module with units.
@@ -151,7 +151,7 @@ class Captured:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.name = runtime, ""
         self.units: dict[int, Unit] = {}
-        self.heartbeats: list[SentHeartbeat] = []
+        self.heartbeats: list[Heartbeat] = []
         self.steps: list[CapturedStep] = []
         self.versions: weakref.WeakKeyDictionary[ParamGroup, int] = weakref.WeakKeyDictionary()
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
@@ -170,10 +170,10 @@ class Captured:
                 "without a graph."
             )
         self.units[unit.number] = unit
-        for log in {group.fingerprints.log: None for group in unit.groups}:
-            if log not in self._logs:
+        for group in unit.groups:
+            if (log := group.fingerprints.log) not in self._logs:
                 self._logs[log] = GroupFingerprints(log, UnitName(""), self.name)
-                log.append(self._logs[log][f"capture of {self.name} begins"])
+                self._logs[log].call(f"capture of {self.name} begins")
 
     def seal(self) -> None:
         """Record what replays write and rely on: the capture has ended, and every unit is sharded."""
@@ -185,16 +185,13 @@ class Captured:
         self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since it began
         self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
-        self.versions.clear()
         self.units = {}
-        for log, fingerprints in self._logs.items():
-            log.append(fingerprints[f"capture of {self.name} ends"])
-        for beat, _ in self.heartbeats:
-            beat.expect()
+        for fingerprints in self._logs.values():
+            fingerprints.call(f"capture of {self.name} ends")
 
     @staticmethod
     def _addresses_of(parameters: Sequence[Any]) -> list[int]:
-        """Return the addresses that a graph has from outside of its own memory."""
+        """Return the addresses of memory that a graph uses and does not own: of shards, and of buffers that keep theirs."""
         found: list[Tensor] = []
         for parameter in parameters:
             group = parameter.group()
@@ -212,12 +209,12 @@ class Captured:
         return [0 if grad is None else grad.data_ptr() for grad in grads]
 
     def check(self) -> None:
-        """Raise StateError if a replay would use other memory or options than the model and its optimizers have now."""
+        """Raise StateError if ranks diverged, or if a replay would use other memory or options than there are now."""
         runtime, name = self.runtime, self.name.capitalize()
         runtime.recover()
         if runtime.scheduler.running or runtime.backward.underway:
             raise StateError(f"{name} was replayed inside of a forward or backward. Replay it before or after.")
-        for beat, _ in self.heartbeats:
+        for beat in self.heartbeats:
             runtime.reducer.heartbeats.check(beat)
         parameters: list[Any] = [first() for first in self._first]
         if None in parameters or self._addresses_of(parameters) != self._addresses:
@@ -242,33 +239,31 @@ class Captured:
     def replay(self, run: Callable[[], None]) -> None:
         """Run the graph by `run`, and record what it writes."""
         finish_gathers(self.runtime)  # they may read shards that the graph writes
-        for log, fingerprints in self._logs.items():
-            log.append(fingerprints[f"replay of {self.name}"])
+        calls = [CollectiveCall() for _ in self._logs]
+        for call, fingerprints in zip(calls, self._logs.values()):
+            fingerprints.call(f"replay of {self.name}", call)
         for reference in self._written:  # before it runs: after an interrupt, one all-gather too many is harmless
             if (group := reference()) is not None:
                 group.writes += 1
         run()
         communicator = self.runtime.communicator
-        if communicator.wait_state is not None and communicator.async_device is not None:
-            event = _torch.current_stream(communicator.async_device).record_event()
-            for log, fingerprints in self._logs.items():
-                call = CollectiveCall()
-                call.log, call.fingerprint, call.number = log, fingerprints[f"replay of {self.name}"], log.count
-                call.event, call.device = event, communicator.async_device
-                communicator.wait_state.in_flight.append(call)
+        if communicator.wait_state is not None:
+            event = _torch.current_stream(communicator.device).record_event()
+            for call in calls:
+                call.event, call.device = event, communicator.device
+            communicator.wait_state.in_flight += calls
 
 
 class CapturedStep:
     """A captured step of an optimizer. A replay uses the values of options, and the tensors, that the optimizer had then."""
 
     def __init__(self, optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
-        self._optimizer, found = optimizer, optimizer()
+        self._optimizer, state = optimizer, _first_state(optimizer())
         self._options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        state = None if found is None else _first_state(found)
         self._state = None if state is None else weakref.ref(state)  # one for all: load_state_dict() replaces them together
 
     def changed(self) -> str:
-        """Return what changed since the capture, with its value now and then; "" if nothing changed."""
+        """Return what changed since the capture, with the values after and before; "" if nothing changed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return ""
@@ -278,18 +273,16 @@ class CapturedStep:
         for group, options in zip(groups, self._options):
             for name, then in options.items():
                 now = group.get(name)
-                if now is then:
-                    continue
-                if isinstance(now, Tensor) or isinstance(then, Tensor):
+                if now is not then and (isinstance(now, Tensor) or isinstance(then, Tensor)):
                     return f"{name} of {kind} is not the tensor that it was"
-                if now != then:
+                if now is not then and now != then:
                     return f"{name} of {kind} is {now}, and was {then}"
         if self._state is not None and _first_state(optimizer) is not self._state():
             return f"The states of {kind} are not the tensors that they were"
         return ""
 
 
-def _first_state(optimizer: torch.optim.Optimizer) -> Tensor | None:
+def _first_state(optimizer: Any) -> Tensor | None:
     every = (value for state in optimizer.state.values() for value in state.values())
     return next((value for value in every if isinstance(value, Tensor)), None)
 
@@ -309,7 +302,7 @@ class Follower(Listener):
         self._graphs = 0  # captured so far, with units in them
         self._border = -1  # on the scheduler's clock: where a capture began or ended last
         self._around = ExitStack()
-        # Groups that entered a backward: whether the last one was captured.
+        # For each group, whether the last backward that entered it was captured.
         self._sides: weakref.WeakKeyDictionary[ParamGroup, bool] = weakref.WeakKeyDictionary()
 
     def begin(self) -> None:
@@ -344,12 +337,13 @@ class Follower(Listener):
         if self.captured is not None:
             finish_gathers(self.runtime)
             self.runtime.reducer.drain()
-            self.captured.heartbeats += self.runtime.reducer.heartbeats.take_unread()
-            for _, work in self.captured.heartbeats:
+            for beat, work in self.runtime.reducer.heartbeats.take_unread():
                 work.wait()
+                beat.expect()
+                self.captured.heartbeats.append(beat)
 
     def end(self, failure: BaseException | None) -> Captured | None:
-        """Forget what Python believes of a step that has not run. Return what was captured, None if nothing was."""
+        """Forget what Python believes of a step that has not run. Return what was captured, None if nothing or if it failed."""
         runtime, captured, self.captured = self.runtime, self.captured, None
         runtime.communicator.capturing = False
         self._around.close()
@@ -390,8 +384,7 @@ class Follower(Listener):
 
     def before_backward(self, call: ForwardCall) -> None:
         """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
-        unit, is_captured = self.runtime.unit(call.unit), self.captured is not None
-        assert unit is not None
+        unit, is_captured = self.runtime.backward.units[call.unit], self.captured is not None
         if call.end <= self._border or (self.captured is not None and not self.captured.name):
             raise StateError(
                 f"The backward of unit '{unit.name}' and its forward are on two sides of the capture of a graph of the device. "
@@ -409,11 +402,11 @@ class Follower(Listener):
 
 
 class Graphs:
-    """Follows the graphs of the device for the runtimes of a thread (`_torch.followed_graph`). Calls for one graph may nest."""
+    """Follows the graphs of the device for the runtimes of a thread. A call may come twice, of `Graph` and of torch's class."""
 
     def __init__(self) -> None:
         self._open: Any = None  # the graph that is captured
-        self._handled: BaseException | None = None  # what the program handled when the capture began
+        self._handled: BaseException | None = None  # the exception that the program was handling when the capture began
         self._running: Any = None  # the graph that is replayed
         self._parts: weakref.WeakKeyDictionary[Any, list[Captured]] = weakref.WeakKeyDictionary()
 
@@ -440,7 +433,7 @@ class Graphs:
         if self._open is not graph:
             inner(graph)
             return
-        raised = sys.exc_info()[1]  # torch.cuda.graph ends the capture of a block that raised in the same way
+        raised = sys.exc_info()[1]  # torch.cuda.graph calls this for a block that raised, too
         failed = None if raised is self._handled else raised
         self._open = self._handled = None
         try:
@@ -457,8 +450,7 @@ class Graphs:
     def _end(self, graph: Any, failure: BaseException | None) -> None:
         """Keep what was captured, for replays. After a failure, keep nothing."""
         self._open = self._handled = None
-        ended = [follower.end(failure) for follower in self._followers()]
-        self._parts[graph] = [part for part in ended if part is not None]
+        self._parts[graph] = [part for one in self._followers() if (part := one.end(failure)) is not None]
 
     def replay(self, inner: Callable[..., None], graph: Any) -> None:
         """Run a graph by `inner`. Raises StateError before it would use memory or options that the model no longer has."""
