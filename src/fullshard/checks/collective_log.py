@@ -50,7 +50,7 @@ class Fingerprint(bytes):
     action: str
 
     def __new__(cls, unit_name: UnitName, action: str, subject: str) -> Fingerprint:
-        """Hash `subject`, a text that is equal on all ranks and different from that of every other unit and action."""
+        """Hash `subject`, a text that is equal on all ranks and unlike that of any call that may come in its place."""
         self = super().__new__(cls, _hasher(subject).digest())
         self.unit_name, self.action = unit_name, action
         return self
@@ -173,7 +173,7 @@ class CollectiveLog:
     def note_exception(self, place: str, failure: str | None = None) -> None:
         """Note that an exception ended the current step of this rank. The note is published until the next call is logged.
 
-        `failure`: text of the exception, as from `described`; None while it propagates: it is later read from this thread.
+        `failure`: text of the exception, as from `described`. None while it propagates: `exception_note` looks it up later.
         """
         if self.exception_note is None:
             self._exception = ExceptionNote(self.count, place, threading.get_ident(), failure)
@@ -247,7 +247,7 @@ class GroupFingerprints(dict[str, Fingerprint]):
     __slots__ = ("_seed", "_unit_name", "log")
 
     def __init__(self, log: CollectiveLog, unit_name: UnitName, subject: str) -> None:
-        """Create the table. `subject`: equal on all ranks, different from those of other groups; "" for calls of no unit."""
+        """Create the table. `subject`: equal on all ranks and, for a group, unlike that of any other group."""
         super().__init__()
         self.log, self._unit_name, self._seed = log, unit_name, subject
 

@@ -83,7 +83,7 @@ class ShardAxis:
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """Data-parallel axes in the mesh of a parameter that came as a DTensor: the unit, not DTensor, sums gradients there."""
+        """Data-parallel axes of the mesh that DTensor parameters came with: there the unit sums gradients. None by default."""
         return ()
 
     def place(self, parameter: nn.Parameter, dim: int, *, name: str) -> tuple[DeviceMesh, list[Placement], tuple[int, ...]]:
@@ -165,7 +165,7 @@ def with_subgroups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGrou
 
 
 def group_of(ranks: tuple[int, ...], owner: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a process group of these global ranks, in order: the default one, `owner`, or one made here. Collective if new."""
+    """Return a process group of `ranks` in just this order: the default one, `owner`, or one made here. Collective if new."""
     _forget_dead_subgroups()
     for group in (dist.group.WORLD, owner, *(subgroup for _, subgroup in _SUBGROUPS.values())):
         if group is not None and tuple(dist.get_process_group_ranks(group)) == ranks:

@@ -50,8 +50,8 @@ class ReductionFactors:
         """Return the factors for gradients of `group`. `defer`: leave the second step to a later reduction.
 
         float16 may overflow if it is divided only after the reduction, and underflow if it is divided only before. So it is
-        divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so normal
-        numbers lose no bits. FSDP2's is also a divisor of the number of ranks, so results may differ by a rounding.
+        divided before and after, by about the square root of the divisor each. The first divisor is a power of two, so numbers
+        that stay normal lose no bits. FSDP2's may be a smaller power, so results may differ by a rounding.
         """
         replicas = group.collectives.replicate
         divide = None if options.custom_averages and group.is_replicated else options.divide
@@ -91,12 +91,12 @@ class Reduction:
     There are slices only if collectives run in order on their stream, else these gradients are packed. With a factor before the
     reduction (float16), direct gradients are copied as well, since a hook in the graph may have kept them.
 
-    `finish` and `finish_replicated` end the collectives: they add a sum whose reduction over replicas was deferred, call the
-    caller's hook, cast to the grad dtype, and copy to host memory. A commit sets `.grad`.
+    `finish` and `finish_replicated` end the collectives: they add a sum whose second step was deferred, call the caller's
+    hook, cast to the grad dtype, and copy to host memory. A commit sets `.grad`.
 
     Attributes:
         is_partial: whether some parameters are not `used`.
-        reduced: whether the last collective has ended; on an accelerator, whether it is queued, even if it has not run yet.
+        reduced: whether the last collective has ended (accelerator: is queued). Stays False if the second step is deferred.
         ready: whether `.grad` can be set without a wait on the host; never with CPU offload.
         committed: whether its commit, which sets `.grad`, is decided or done.
         has_hooks: whether parameters had user hooks when the reduction started. They run when the gradients are committed.
@@ -264,13 +264,12 @@ class Reduction:
 
     def release_reduced_shard(self) -> None:
         """Release the outputs of the collectives that `.grad` does not use, once the compute stream waited for the last one."""
-        # By dropping the references.
         self.reduced_shard = self._sum = self._flat
 
     def wait_for_gradient(self, *, collectives_on_host: bool) -> None:
         """Wait until the flat gradient is on the device of the shards.
 
-        With `collectives_on_host`, a `reduced` one was waited for already. Without, each call makes the current stream wait.
+        With `collectives_on_host`, a reduction that is `reduced` has waited already. Else each call makes the stream wait.
         """
         assert self._work is not None
         if not collectives_on_host or not self.reduced:

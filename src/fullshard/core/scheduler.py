@@ -75,7 +75,7 @@ class UnitRecord:
     next_forward: tuple[int, ...] | None = None
     next_backward: tuple[int, ...] | None = None
 
-    resident_blocks: int = 0  # resident() blocks around the unit; while there are any, only `_drop` reshards it
+    resident_blocks: int = 0  # resident() blocks around the unit; while there are any, `_reshard` leaves it unsharded
     unsharded_by_user: bool = False
     residency: Residency = SHARDED
 
@@ -173,8 +173,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost
-    forwards; the series ends after a forward of several units, before its first unit starts again, or when a backward ends.
+    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost forwards, which
+    ends after a forward of several units, before its first unit starts again, if it gets too long, or when a backward ends.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -194,9 +194,9 @@ class Scheduler:
         self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
         self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first: the phase of each
 
-        # Calls with grad whose backward has not begun, by their end, oldest first. Only events and the
-        # deletion of units change it, so it is equal on ranks that have the same units. A call leaves when its backward
-        # begins, when a backward ends that reached a later call, or after `_REMEMBERED_FORWARDS` outermost forwards.
+        # Calls with grad whose backward has not begun, by their end; oldest first, but those that a recomputation adds. Only
+        # events and the deletion of units change it, so it is equal on ranks that have the same units. A call leaves when its
+        # backward begins, when a backward ends that reached a later call, or after `_REMEMBERED_FORWARDS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
         self.outermost_starts: deque[int] = deque(maxlen=_REMEMBERED_FORWARDS)  # of the last outermost forwards, on the clock
 
@@ -378,7 +378,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward: a prefetch in it counts as current, even if shards change later."""
+        """Begin a phase at the first event of a backward. What is prefetched in it is current in it, even if shards change."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1
@@ -388,8 +388,8 @@ class Scheduler:
     ) -> list[Action]:
         """Reduce the units whose backward is done, unshard this one, and prefetch the next.
 
-        `again`: the backward has create_graph=True. `collects`: False if no parameter of the unit, nor of one before, gets
-        a gradient, as in torch.autograd.grad(loss, activations).
+        `again`: the backward has create_graph=True. `collects`: False if no parameter of this unit, nor of a unit entered so
+        far, gets a gradient, as in torch.autograd.grad(loss, activations).
         """
         unit, start, end, copied = call
         record = self._records[unit]
@@ -487,7 +487,7 @@ class Scheduler:
         return any(call.start >= begin for call in self._pending.values())
 
     def start_of_outermost(self, call: ForwardCall) -> int:
-        """Return the clock just before the last outermost forward up to `call` (itself, if outermost); -1 if too long ago."""
+        """Return the clock just before the outermost forward that `call` is in, or came after; -1 if that is too long ago."""
         return next((start for start in reversed(self.outermost_starts) if start < call.start), -1)
 
     # --- prefetching ---

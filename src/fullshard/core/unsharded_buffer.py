@@ -79,8 +79,8 @@ Step = Callable[[], Any]
 def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
     """Return the copy-out, which copies the packed all-gather output to the parameters' regions of the buffer.
 
-    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU copies region by region: there a
-    run of equal segments is copied as one, and gaps are left out. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
+    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU copies each region by itself, or
+    a run of equal segments at once, and no gaps. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
     """
     places: list[tuple[int, int]] = []  # (column, size); a column is also an offset in the shard: the packed part is first
     permuted: list[Tensor] = []
@@ -205,7 +205,7 @@ class FlatBuffer(UnshardedBuffer):
         direct   shard view  --(cast into own chunk)------------all-gather--> region of a large parameter, no copy-out
         packed   shard range --(cast into own chunk of staging)-all-gather--> staging (ranks, packed) --split--> regions
 
-    Without a cast, the input of the all-gather is the shard itself or, with CPU offload, its copy on the device.
+    Without a cast or custom memory, the all-gather reads the shard itself or, with CPU offload, its copy on the device.
 
     The storage has memory between `allocate` and `free`, which resize it. `views` and the unsharded Parameters on it outlive
     `free`, since autograd saves them in forward and reads them in backward. A failed all-gather or new groups replace them.

@@ -106,8 +106,8 @@ def fully_shard(  # type: ignore[misc]
         sync: "check" takes digests now, and compares them in the first forward of the model. Replicas must have equal
             shards. A parameter that nothing wrote since this call (no load, no initialization) must be equal on all its
             data-parallel ranks. The error names the first that differs, for example because of different seeds. "broadcast"
-            copies the parameters and buffers of the first rank to all ranks now. "off" does neither. FULLSHARD_SYNC in the
-            environment takes the place of "check".
+            first copies the parameters and buffers of the first rank to all ranks, then does the same. "off" does neither.
+            FULLSHARD_SYNC in the environment takes the place of "check".
 
     Parameters that are DTensors already (tensor or expert parallelism) are sharded further, along any dim. Their mesh and
     `mesh` must be dims of one DeviceMesh with named dims.
@@ -157,7 +157,8 @@ class PreparedShard:
     """A `fully_shard` call in steps: the constructor checks the arguments, `check` the tensors, and `apply` shards them.
 
     `check` and `apply` are collective, and so is the constructor where it creates a process group. It takes the arguments
-    of `fully_shard`, and as `units` the modules of all calls that are prepared together. No call enters modules of others.
+    of `fully_shard`, and as `units` the modules of all calls that are prepared together: no call collects what is inside of
+    another one's modules.
     """
 
     def __init__(

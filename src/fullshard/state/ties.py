@@ -38,7 +38,7 @@ class Ties:
 def find_ties(modules: Sequence[nn.Module], managed: ManagedTensors) -> Ties:
     """Call `ensure_sharded` of other units that own parameters in `managed`, and return the plan for these.
 
-    Raises ValueError if neither the new unit nor the owner is around the other, StateError in a step of the owner.
+    Raises ValueError if neither the new unit nor the owner is around the other, StateError if the owner is not idle.
     """
     ties = Ties()
     inside = {id(inner) for module in modules for inner in module.modules()}
