@@ -57,10 +57,10 @@ class WaitState:
 
     def __init__(self) -> None:
         self.patience = 1.0  # seconds until the watchdog requests the states of the other ranks
-        self.timeout: float | None = None  # seconds until the wait fails; None for never
+        self.timeout: float | None = None  # seconds until the watchdog ends the wait; None: only the process group does
         self.call: LoggedCall | None = None  # the thread is in the `wait` of this call
         # Calls queued on an asynchronous device, oldest first. The thread appends calls, `poll_device` removes completed ones.
-        # While it removes none, the limit keeps the queue short: as many calls as a device's launch queue holds.
+        # Between polls the limit drops the oldest: they have completed, since a device's launch queue holds no more calls.
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: Any = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll

@@ -33,7 +33,7 @@ _ABORTED = "The process groups of these ranks are aborted: end the program."
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Request for the states of all ranks in one log. Ranks read them that posted the latest one or wait past their timeout."""
+    """Request for the states of all ranks in one log. Who posted the latest one, or waits past its timeout, reads them."""
 
     number: int  # of the notice
     rank: int
@@ -43,8 +43,8 @@ class _Request:
 class Watchdog:
     """Watchdog of a process: a thread that checks ten times a second whether this rank waits too long for a collective.
 
-    A rank that does not wait for long polls one key of the store, the number of notices, every second (every N / 2,000 seconds
-    if there are N > 2,000 ranks); for ten seconds after a request or an exception it polls as often as one that does.
+    A rank polls one key of the store, the number of notices: ten times a second while it waits long and for ten seconds after a
+    request or an exception, else once a second. If there are N > 2,000 ranks, never more often than every N / 2,000 seconds.
 
     1. A rank that has waited longer than its patience posts a request. All ranks publish their states, and this rank reads
        them.

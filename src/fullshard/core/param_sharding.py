@@ -153,7 +153,7 @@ class ParamSharding:
         return _torch.dtensor(whole, _torch.spec(parallel.mesh, parallel.placements, self.shape, whole.dtype))
 
     def grad_to_local(self, tensor: Tensor, *, name: str, reduce: torch.dtype | None = None) -> Tensor:
-        """Redistribute a gradient like its parameter and return its local tensor: the inverse of `to_module`.
+        """Redistribute a gradient like its parameter, but on axes that the unit sums over, and return its local tensor.
 
         `reduce`: dtype of the sum over `summed_axes` of a parameter with a `plain_part`, if wider than the gradient's.
         """
@@ -202,7 +202,7 @@ CHECK_LEVEL: list[Callable[[StateSharding, ShardAxis, MeshDims | None], None]] =
 """Called with the level, axis and `dp_mesh_dims` of each fully_shard() call, to raise ValueError if they do not fit."""
 
 PLAIN_PARTS: list[Callable[[nn.Parameter, ShardAxis, str], PlainPart | None]] = []
-"""Called with a plain parameter, its axis and its name; return the PlainPart that names its DTensor, None without one."""
+"""Called with a plain parameter, its axis and its name; return the PlainPart if it stands for a DTensor, else None."""
 
 CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] = []
 """Called with the axis chosen so far, a unit's level, and a parameter's local values and dim; return the parameter's axis."""
@@ -211,7 +211,7 @@ CHOOSE_AXIS: list[Callable[[ShardAxis, StateSharding, Tensor, int], ShardAxis]] 
 def plan_sharding(
     parameter: nn.Parameter, axis: ShardAxis, placement_fn: PlacementFn | None, states: StateSharding, *, name: str
 ) -> ParamSharding:
-    """Return how to shard `parameter`: along dim 0 over `axis`, unless `placement_fn` says otherwise. Raises ValueError."""
+    """Return how to shard `parameter`: on dim 0 over `axis`, unless `placement_fn` differs. Raises ValueError. Collective."""
     dim, axis = _requested_placement(parameter, axis, placement_fn, name=name)
     part = None if isinstance(parameter, DTensor) else _plain_part(parameter, axis, name)
     if part is not None:

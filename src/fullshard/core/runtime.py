@@ -40,7 +40,7 @@ class Runtime:
 
     @classmethod
     def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
-        """Return the runtime for this thread and device. A policy with streams of its own gets a separate one."""
+        """Return the runtime for this thread and device. Policies with `lanes` have one for each `lanes`."""
         known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
         key = (device, comm.lanes)
         if key not in known:
@@ -89,7 +89,7 @@ class Runtime:
         return self.scheduler.register(number, unit.options, partial(is_attached, unit.path))
 
     def unregister(self, unit: Unit) -> None:
-        """Remove a unit that was taken off its modules, and its hooks."""
+        """Remove a unit that was taken off its modules, its hooks, and its gradients that are not in `.grad` yet."""
         unit.undone = True
         for _, handle in unit.hooks:
             handle.remove()
@@ -171,7 +171,7 @@ class Runtime:
     # --- actions ---
 
     def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
-        """Run actions in order. If one raises, free the units of this and later actions, which the scheduler takes for done.
+        """Run actions in order. If one raises, free what it and later ones unshard, since the scheduler takes them for done.
 
         `observed`: the caller has reported them already (`_observe`).
         """
@@ -213,7 +213,7 @@ class Runtime:
                 raise
 
     def _observe(self, move: Move, unit: Unit) -> None:
-        """Run an action with a label in torch's profiler, and as `watched` says."""
+        """Run an action with a label in torch's profiler and, inside a `watched` block, through the function of the block."""
         run = partial(self.run, [(move, unit.number)], observed=True)
         with record_function(f"fullshard::{move.value} {unit.name}"):
             if self._around is None:
@@ -254,8 +254,8 @@ class Runtime:
             return
         end, device = self.end_backward, self.communicator.async_device
         if device is not None:
-            # Messages are allocated on the stream of forward, which is the current one here. The end of backward runs on the
-            # stream of backward()'s caller, and reads and frees them there. Then the stream of forward waits for the caller's.
+            # Messages are allocated on the stream of forward, the current one here. The end of backward reads and frees them on
+            # the stream of backward()'s caller. So at last the stream of forward waits for that one (`then_order`).
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.unfinished = self.reducer.unfinished
         self.backward.begin(end)
@@ -280,7 +280,7 @@ class Runtime:
                 raise
 
     def _reduce_rest(self) -> None:
-        """Reduce what no unit has reduced yet, and decide which gradients to set."""
+        """Reduce the gradients that are left at the end of a backward, and decide which to set as `.grad`."""
         for listener in tuple(self.listeners):
             listener.ending_backward()
         self.run(self.scheduler.after_backward())
@@ -288,7 +288,7 @@ class Runtime:
         for number, unit in sorted(units.items()):
             if unit.record.residency is not SHARDED and not unit.record.is_pinned:
                 unit.uninstall()
-            # Zero-bubble schedules set `.grad` of unsharded parameters between backwards of inputs only: do not take it.
+            # A zero-bubble schedule sets `.grad` of unsharded parameters itself, between backwards of inputs: leave it there.
             if number in self.backward.passed and not unit.options.reduces:
                 continue
             for group in unit.groups:
@@ -384,7 +384,7 @@ class Runtime:
         Args:
             units: the units of the models that failed; others go on. None for all: after an interrupt, since no record can be
                 trusted; after ranks agreed that a step failed, since each may have stopped elsewhere; after a failed capture.
-            discard: units of which gradients of earlier backwards that are not in `.grad` yet are discarded, too.
+            discard: units whose gradients of earlier backwards are discarded too, but for those in `.grad`.
         """
         everything, units = units is None, self.all_units() if units is None else units
         numbers = {unit.number for unit in units}

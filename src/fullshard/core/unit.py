@@ -114,7 +114,7 @@ class Unit:
 
     @property
     def number(self) -> int:
-        """Its number in this rank's runtime."""
+        """Its number in its runtime. Units of other runtimes may have the same."""
         return self.record.number
 
     @property
@@ -214,7 +214,7 @@ class Unit:
             return call if grad else None
         if not record.running:
             return None  # `pre_forward` raised before the scheduler knew of this forward, or a reset ended it
-        # Ends the calls inside it that raised or never finished, and the call itself; none if other modules are to come.
+        # Ends this call, and first the calls inside it that raised or never finished; ends none if other modules are to come.
         ended = scheduler.after_forward(number, grad=grad, part=key if self.is_list else None)
         if self.is_list and record.running:  # other modules follow
             return ended.call if grad else None
@@ -286,7 +286,7 @@ class Unit:
                 group.install(again=True)
 
     def _collects(self) -> bool:
-        """Return False if the backward gives no parameter of the unit a gradient: all are frozen, or not in its `inputs=`."""
+        """Set `backward.collects`, and return it: False if all of the unit's parameters are frozen, or not in `inputs=`."""
         unsharded = [parameter.unsharded for parameter in self.parameters]
         leaves = [full for full in unsharded if full is not None and full.requires_grad]
         self.runtime.backward.collects = bool(leaves) and _torch.accumulates_into(leaves)
@@ -296,7 +296,7 @@ class Unit:
         """Hook the unsharded parameters, for gradients that pass no hook on a graph.
 
         Such gradients come from a backward through the graph of another backward (create_graph=True), or from a parameter that
-        forward returned to the loss.
+        forward returned and the loss uses.
         """
         for parameter in self.parameters:
             full = parameter.unsharded
@@ -312,7 +312,7 @@ class Unit:
                 group.uninstall()
 
     def free_unsharded(self) -> None:
-        """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one."""
+        """Free the unsharded parameters. Raise StateError, naming the parameter, if the user wrote to one in `exposed`."""
         if self.exposed:
             self.check_unmodified()
         for group in self.groups:
@@ -371,7 +371,7 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
-        Until the first all-gather of new groups, also take over DTensors put on modules directly, as by transformers.
+        Until the next all-gather, if `gathers_decided` is False, also take over DTensors put on modules, as by transformers.
         Raises StateError, before a shard changes, if a slot holds another Parameter or none, or dtype or device cannot change.
 
         Args:
@@ -441,7 +441,7 @@ class Unit:
             self.reshard(doing="the end of resident()")
 
     def reshard(self, *, doing: str = "reshard()") -> None:
-        """Free the unsharded parameters. Raise StateError in the unit's forward or backward, or if the user wrote to them."""
+        """Free the unsharded parameters. Raise StateError in the unit's forward or backward, or after a write to `exposed`."""
         self.check_idle(doing=doing)
         self.check_unmodified()
         self.invalidate_unsharded()
@@ -451,7 +451,7 @@ class Unit:
     def ensure_sharded(self, *, doing: str) -> None:
         """Register the sharded parameters on the modules, to be read or written. Raises StateError if the unit is not idle.
 
-        The unsharded ones are freed unless a backward that needs them may still come.
+        The unsharded ones are freed unless a backward that needs them may still come; StateError if the user wrote to one.
         """
         self.check_idle(doing=doing)
         frees = not self.runtime.scheduler.expects_backward(self.number)
@@ -510,7 +510,7 @@ class Unit:
         (kept.add if self.options.states.keeps_parameters else kept.discard)(self)
 
     def check_rebuildable(self, *, doing: str) -> None:
-        """Raise StateError inside a forward or backward, or with gradients in flight."""
+        """Raise StateError inside a forward or backward, or with gradients that are reduced but not in `.grad` yet."""
         self.check_idle(doing=doing)
         self.runtime.reducer.check_delivered(self, doing=doing)
 
@@ -522,8 +522,11 @@ class Unit:
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
-        # Raises for illegal options, and creates process groups, before options and groups change.
-        self.runtime.communicator.collectives_of(self.axis, replace(self.options, **changes))  # type: ignore[arg-type]
+        options = replace(self.options, **changes)  # type: ignore[arg-type]
+        axes = [self.axis, *(parameter.sharding.axis for parameter in self.parameters)]
+        for axis in {axis.key: axis for axis in axes}.values():
+            # Raises for illegal options, and creates process groups, before options and groups change.
+            self.runtime.communicator.collectives_of(axis, options)
         self.configure(**changes)
         self.invalidate_unsharded()
         self.rebuild_groups([parameter.local for parameter in self.parameters])

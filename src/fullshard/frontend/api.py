@@ -256,12 +256,14 @@ class PreparedShard:
         ties = find_ties(self.modules, managed)
         refs = [ref for ref in managed.refs if not any(ref is tied for tied, _ in ties.refs)]
         _check_tensors(refs, managed, axis)
-        # Raises for illegal options, and creates process groups, before anything of the model changes.
+        # Raises for illegal options, and creates process groups, before anything of the model changes; so below for other axes.
         self.runtime.communicator.collectives_of(axis, options)
         for ref in refs:
             if ref.parameter not in self._decided:
                 keeps = self._mp_policy.keeps_dtype_of(ref.parameter, name=ref.name)
                 how = plan_sharding(ref.parameter, axis, self._placement_fn, options.states, name=ref.name)
+                if how.axis.key != axis.key:
+                    self.runtime.communicator.collectives_of(how.axis, options)
                 tensor = _torch.local_part(ref.parameter.data)
                 group_class(tensor, how.axis, vars(ref.parameter)).check_sharding(ref.name, tensor, how)
                 self._decided[ref.parameter] = how, keeps
@@ -272,8 +274,7 @@ class PreparedShard:
         axis = self._axis
         self.runtime.update_timeouts(self._options.checks)
         classes = [type(module).__name__ for module in self.modules]
-        subject = ", ".join(classes)
-        agreement = Agreement(self.runtime.communicator, [axis], UnitName(classes[0]), "fully_shard()", subject)
+        agreement = Agreement(self.runtime.communicator, [axis], UnitName(classes[0]), "fully_shard()", ", ".join(classes))
         buffers = [(f"buffer '{name}'", buffer) for name, _, buffer in managed.buffers]
         sets: dict[tuple[int, int], tuple[ShardAxis, list[tuple[str, torch.Tensor]]]] = {axis.key: (axis, buffers)}
         for ref in refs:
