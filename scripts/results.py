@@ -38,7 +38,7 @@ MEASURED = (
     ),
     (
         "host time per unit of 11 parameters, above the plain module (CPU, us)",
-        "host.2026-11-28",
+        "host.2026-11-30",
         "fp32, 11 parameters",
         "{fullshard:,} | {FSDP2:,}",
     ),
