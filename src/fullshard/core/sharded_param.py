@@ -141,6 +141,8 @@ class ShardedParameter:
     A tied parameter has several slots. FSDP2 calls this class FSDPParam.
     """
 
+    moves = 0  # how often any shard got other memory: while it is the same, their addresses are
+
     def __init__(
         self,
         reference: ParamRef,
@@ -208,6 +210,7 @@ class ShardedParameter:
         if local.dtype != self.spec.tensor_meta.dtype:  # type: ignore[union-attr]
             self.spec = self.sharding.spec(local.dtype)
         self.local = local
+        ShardedParameter.moves += 1
         if self.sharded.dtype != local.dtype or self.sharded.device != local.device or self.sharded.is_inference():
             # Dtype and device of a DTensor are fixed. So swap contents: the object that optimizers reference stays the same.
             fresh = self._as_sharded(local, self.sharded.requires_grad)

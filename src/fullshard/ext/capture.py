@@ -157,7 +157,10 @@ class Captured:
         self._logs: dict[CollectiveLog, GroupFingerprints] = {}
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
-        self._grads: list[int] = []  # addresses of the gradients of those in `_first`, 0 without one
+        self._moves = -1  # `ShardedParameter.moves` when the addresses were compared last
+        self._keeps = False  # whether some are of buffers, which no count tells of
+        # The local gradients of those in `_first`, each with its address; None without one.
+        self._grads: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._written: list[weakref.ref[ParamGroup]] = []
 
     def note(self, unit: Unit) -> None:
@@ -182,7 +185,9 @@ class Captured:
             if group.parts is not None:
                 group.parts.keep()
         first = [group.parameters[0] for group in groups]
-        self._first, self._addresses, self._grads = [*map(weakref.ref, first)], self._addresses_of(first), self._grads_of(first)
+        self._first, self._addresses = [*map(weakref.ref, first)], self._addresses_of(first)
+        self._grads = [None if grad is None else (weakref.ref(grad), grad.data_ptr()) for grad in _grads_of(first)]
+        self._keeps = any(group.keeps_memory for group in groups)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since it began
         self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
         self.units = {}
@@ -202,12 +207,6 @@ class Captured:
                 found += [buffer.flat for buffer in group.buffers if isinstance(buffer, FlatBuffer)]
         return [tensor.data_ptr() for tensor in found]
 
-    @staticmethod
-    def _grads_of(parameters: Sequence[Any]) -> list[int]:
-        """Return the addresses of the gradients, 0 for a parameter without one."""
-        grads = _torch.locals_of([parameter.sharded.grad for parameter in parameters])
-        return [0 if grad is None else grad.data_ptr() for grad in grads]
-
     def check(self) -> None:
         """Raise StateError if ranks diverged, or if a replay would use other memory or options than there are now."""
         runtime, name = self.runtime, self.name.capitalize()
@@ -217,14 +216,15 @@ class Captured:
         for beat in self.heartbeats:
             runtime.reducer.heartbeats.check(beat)
         parameters: list[Any] = [first() for first in self._first]
-        if None in parameters or self._addresses_of(parameters) != self._addresses:
+        moved = self._keeps or self._moves != ShardedParameter.moves
+        if None in parameters or (moved and self._addresses_of(parameters) != self._addresses):
             raise StateError(
                 f"{name} holds addresses of sharded parameters that changed since its capture: by .to(), undo(), `.data =`, "
                 "another fully_shard(), or set_keep_unsharded_storage(). Capture the step again."
             )
-        grads = self._grads_of(parameters)
-        for now, then, parameter in zip(grads, self._grads, parameters) if grads != self._grads else ():
-            if then and now != then:
+        self._moves = ShardedParameter.moves
+        for now, then, parameter in zip(_grads_of(parameters), self._grads, parameters):
+            if then is not None and (now is None or (now is not then[0]() and now.data_ptr() != then[1])):
                 raise StateError(
                     f"{name} writes the gradient of '{parameter.name}' of unit '{parameter.unit_name.name}' to a tensor that "
                     "is its .grad no longer. Between replays call zero_grad(set_to_none=False), and assign no .grad."
@@ -252,6 +252,10 @@ class Captured:
             for call in calls:
                 call.event, call.device = event, communicator.device
             communicator.wait_state.in_flight += calls
+
+
+def _grads_of(parameters: Sequence[Any]) -> list[Tensor | None]:
+    return _torch.locals_of([parameter.sharded.grad for parameter in parameters])
 
 
 class CapturedStep:
