@@ -60,7 +60,7 @@ class WaitState:
         self.timeout: float | None = None  # seconds until the watchdog ends the wait; None: only the process group does
         self.call: LoggedCall | None = None  # the thread is in the `wait` of this call
         # Calls queued on an asynchronous device, oldest first. The thread appends calls, `poll_device` removes completed ones.
-        # Between polls the limit drops the oldest: they have completed, since a device's launch queue holds no more calls.
+        # Between polls the limit drops the oldest. They have completed: a device's launch queue holds fewer calls than this.
         self.in_flight: deque[Any] = deque(maxlen=1024)
         self._newest: Any = None  # last call in flight at the last poll
         self._stalled: LoggedCall | None = None  # oldest call in flight, if the host queued nothing since the last poll
@@ -83,7 +83,7 @@ class WaitState:
         return self.call or self._stalled
 
     def seconds_waiting(self, now: float) -> float:
-        """Return the seconds since this method first saw the current call; 0 if the thread does not wait."""
+        """Return the seconds since this method first saw the current call; 0 if neither the thread nor its device waits."""
         call = self.current()
         seen = None if call is None else (call.log, call.number)
         if seen != self._seen:

@@ -7,7 +7,7 @@ What a new backend needs:
   `tests/distributed/test_collectives.py`). Beside AVG, only SUM and MAX are used, no premultiplied sums;
 - if it needs collectives of its own: a class with the members of `Collectives` (comm/base.py) and with `all_to_all` (as in
   comm/coalesced.py), for steps by owners as Muon's; here, a branch in `collectives_for` and, if its messages carry tags, one
-  in `carries_tags`. The former comes first then: `collectives_for` gives all that carry tags gloo's collectives.
+  in `carries_tags`. Put the former first then: what carries tags and comes to the branch of gloo gets gloo's collectives.
 
 `tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume gloo on the
 CPU, and coalesced collectives on an accelerator.
@@ -25,7 +25,7 @@ from fullshard.comm.gloo import GlooCollectives, MessageTag
 
 _SUM_ONLY = ("gloo", "mpi", "ucc")
 """Backends without ReduceOp.AVG, by `Backend.name()` in lower case. A subclass of ProcessGroup in Python that runs its
-collectives itself counts by the name given to `register_backend`, which may differ. (MTIA is recognized by its device.)"""
+collectives itself is known by the name given to `register_backend` instead. (MTIA is recognized by its device.)"""
 
 
 def collectives_for(group: dist.ProcessGroup | None, device: torch.device, tag: MessageTag | None = None) -> Collectives:

@@ -56,7 +56,7 @@ class Lane(Protocol):
 
 
 class Interrupted(RuntimeError):
-    """Raised by a wait for a collective, or for one behind it, if an interrupt (Ctrl-C) cut an earlier wait short."""
+    """Why waits fail on the CPU after an interrupt (Ctrl-C) cut one short. Logged calls raise it as a StateError."""
 
 
 class CollectiveCall(LoggedCall):
@@ -232,7 +232,7 @@ class Streams:
     """The streams of one runtime, on which its collectives are sent and logged.
 
     Collectives of an `Agreement` run on the reduce-scatter stream. Of the others, those over replicas run on the all-reduce
-    stream (but for `gathered()`), all-gathers and all-to-alls on the all-gather stream, the rest on the reduce-scatter stream.
+    stream; all-gathers, all-to-alls and all that `gathered()` sends on the all-gather stream; others on the reduce-scatter one.
     """
 
     def __init__(self, device: torch.device, lanes: Callable[[torch.device], Lane]) -> None:
@@ -251,9 +251,9 @@ class Streams:
         self._are_pollable = kinds == {DeviceStream}  # calls can be polled from any thread, so also from the watchdog's
         self.watchdog: Watchdog | None = None  # of this process; None until there is a log with other ranks
         self.wait_state: WaitState | None = None  # of this thread, which the watchdog reads; None while `watchdog` is None
-        self.next_event: object = None  # the user's torch.Event; a forward, unshard() or set_states() waits for it next
+        self.next_event: object = None  # a torch.Event of the user: for the next outermost forward, unshard() or set_states()
         self.capturing = False  # a step is captured in a graph
-        # True if an interrupt (Ctrl-C) broke off a hook, the end of a backward or a wait. The next hook or public call resets.
+        # True if an interrupt broke off a hook, the end of a backward or a wait. The next hook or call then resets the runtime.
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:
@@ -275,7 +275,7 @@ class Streams:
     ) -> CollectiveCall:
         """Run a collective on a stream, log it, and return the call, to be waited for.
 
-        `fingerprints`, of a parameter group or another caller, has the log. `action` is the text of the call in the log, equal
+        `fingerprints` (of a group or another caller) names the log. `action` is the text of the call in the log, equal
         on all ranks. `finish` is called on the stream after the collective completes. With `after`, work of another stream, the
         collective starts behind it instead of behind the compute stream. A `part` continues the call that was logged last, and
         is not logged again.
@@ -338,7 +338,7 @@ class Streams:
             yield
 
     def error_for(self, failure: BaseException, call: LoggedCall) -> StateError:
-        """Return the verdict if the log is closed, else an error with the failed collective and the other ranks' states."""
+        """Return an error: the verdict if the log is closed, else the failed collective and the states of the other ranks."""
         log = call.log
         if log.desync_error is None and isinstance(failure, PeerLost) and self.watchdog is not None:
             self.watchdog.peer_lost(call, failure.rank)
@@ -350,7 +350,7 @@ class Streams:
         return StateError(text if log.desync_error is None else log.desync_error)
 
     def wait_for_all_streams(self) -> None:
-        """Clear the wait that the watchdog sees, and order the compute stream and the host behind all other streams."""
+        """Clear the wait that the watchdog sees. Order the compute stream and the host behind the others (none on the CPU)."""
         if self.wait_state is not None:
             self.wait_state.call = None
         for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):

@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks, ascending: those given, else of the only group or, with several groups, of the first axis; (0,) if alone."""
+        """Ranks, ascending: those given; else those of the group, or of the first axis if it has several; (0,) if alone."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:

@@ -22,7 +22,7 @@ def _ceil_div(numerator: int, denominator: int) -> int:
 
 
 def staging_limit(nbytes: int) -> int:
-    """Return the packed bytes above which a group of `nbytes` bytes makes more parameters direct."""
+    """Return the limit of packed bytes of a group of `nbytes` bytes. Above it, more parameters are made direct."""
     return max(32 * MIB, nbytes // 10)
 
 
@@ -139,7 +139,7 @@ class ParamOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Part of a packed message: the chunk of one parameter, or a gap that aligns the next chunk."""
+    """Part of a bucket: the chunk of one parameter or, in a packed bucket, a gap that aligns the next chunk."""
 
     parameter: int  # index of the parameter; -1 for a gap
     size: int  # elements

@@ -34,13 +34,13 @@ PATIENCE = 10.0  # seconds that a thread of the autograd engine may take to drop
 
 
 class Runtime:
-    """Runs the units of one device and one thread, and refers to them weakly. docs/architecture.md draws who calls whom."""
+    """Runs the units of one device and one thread, with weak references to them. docs/architecture.md draws who calls whom."""
 
     _of_thread = local()
 
     @classmethod
     def of(cls, device: torch.device, comm: CommPolicy) -> Runtime:
-        """Return the runtime for this thread and device. Policies with `lanes` have one for each `lanes`."""
+        """Return the runtime for this thread and device. Each value of `comm.lanes` has one of its own."""
         known: dict[tuple[torch.device, object], Runtime] = cls._of_thread.__dict__.setdefault("runtimes", {})
         key = (device, comm.lanes)
         if key not in known:
@@ -72,7 +72,7 @@ class Runtime:
         self._deleted: deque[int] = deque()
         self._numbers = itertools.count()
 
-        self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}  # all-gathers in flight: number of the unit -> these
+        self.gathering: dict[int, list[tuple[ParamGroup, Work]]] = {}  # all-gathers in flight, by number of the unit
         # Called as around(move, unit, run) in place of each action; its argument `run()` carries the action out. None: no call.
         self._around: Callable[[Move, Unit, Callable[[], None]], None] | None = None
 
@@ -89,7 +89,7 @@ class Runtime:
         return self.scheduler.register(number, unit.options, partial(is_attached, unit.path))
 
     def unregister(self, unit: Unit) -> None:
-        """Remove a unit that was taken off its modules, its hooks, and its gradients that are not in `.grad` yet."""
+        """Remove a unit that its modules no longer have, with its hooks and its gradients that are not in `.grad` yet."""
         unit.undone = True
         for _, handle in unit.hooks:
             handle.remove()
@@ -239,7 +239,7 @@ class Runtime:
 
     @contextmanager
     def watched(self, around: Callable[[Move, Unit, Callable[[], None]], None]) -> Iterator[None]:
-        """Within the block, call `around(move, unit, run)` for each action; it calls `run()`."""
+        """Within the block, call `around(move, unit, run)` for each action; `around` calls `run()`, which carries it out."""
         before, self._around = self._around, around
         try:
             yield
@@ -255,17 +255,17 @@ class Runtime:
         end, device = self.end_backward, self.communicator.async_device
         if device is not None:
             # Messages are allocated on the stream of forward, the current one here. The end of backward reads and frees them on
-            # the stream of backward()'s caller. So at last the stream of forward waits for that one (`then_order`).
+            # the stream of backward()'s caller. So in the end the stream of forward waits for the caller's (`then_order`).
             end = partial(_torch.then_order, _torch.current_stream(device), end)
         self.backward.unfinished = self.reducer.unfinished
         self.backward.begin(end)
         self.scheduler.begin_backward()
 
     def end_backward(self) -> None:
-        """End the outermost backward that entered a unit: set `.grad` of all parameters, or of none.
+        """End the outermost backward that entered a unit: set `.grad` of all parameters whose step ends, or of none.
 
-        Groups with gradient hooks, except the last few, were committed one by one during backward, which ran their hooks. The
-        last few are committed here: together with the other groups if the step ends, else one by one.
+        An exception are groups with gradient hooks. All but the last few were committed during backward, which ran their hooks.
+        The last few are committed here: together with the other groups if the step ends, else one by one.
         """
         with torch.no_grad():
             try:
@@ -309,8 +309,8 @@ class Runtime:
     # --- after an exception ---
     # Events are module hooks, autograd hooks and the callback at the end of a backward. Waits are `CollectiveCall.wait`.
     #
-    #   a backward raised                          found by the next event or call           reset of the models that it reached
-    #   a forward ended without post-forward hook  found by its unit's next forward or call  reset of the models that ran in it
+    #   a backward raised                          found by the next event or `check_idle`   reset of the models that it reached
+    #   a forward ended without post-forward hook  found by its next forward or `check_idle` reset of the models that ran in it
     #   an interrupt broke off an event or a wait  sets `Communicator.interrupted`           reset of everything
 
     def note_interrupt(self, failure: BaseException) -> None:

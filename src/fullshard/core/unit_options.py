@@ -18,7 +18,7 @@ ReduceHook = Callable[[Tensor], None]
 class KeepAfterForward(enum.Enum):
     """Which unsharded parameters stay after a forward with grad.
 
-    After a forward without grad, those of KEPT and resident() units stay, and those that a create_graph=True backward needs.
+    Those of resident() units, and those that a create_graph=True backward needs, always stay. Without grad, those of KEPT stay.
     """
 
     NEVER = "never"  # reshard_after_forward=True: no unsharded parameters stay
@@ -33,7 +33,7 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars do not use it: the rank count divides them.
+    # True if `divide` is for a custom reduce-scatter that averages. Scalar parameters are divided by the rank count.
     custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward
@@ -73,7 +73,7 @@ class UnitOptions:
     reduce_adapter: Adapter | None = None  # replaces the collectives of reduce-scatters
 
     keep_memory: bool = False  # unsharded parameters keep one address; change it by `configure` and `ParamGroup.keep_memory`
-    sync: str = "check"  # fixed: read when the module is sharded or gets new memory, and in the first forward after
+    sync: str = "check"  # fixed: read when the module is sharded or gets new memory, and in its next forward
 
     # From the options above.
     retention: KeepAfterForward = field(init=False)  # `keep_after_forward`, or KEPT where the level keeps parameters

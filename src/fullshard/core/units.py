@@ -77,7 +77,7 @@ def own_modules(*roots: nn.Module) -> Iterator[nn.Module]:
 def name_units_in(module: nn.Module, *, runs: bool = False) -> None:
     """Name the units below `module` by their path in it. A later call for a module around or inside it renames them.
 
-    runs: True if an outermost forward of `module` begins; then record the path of each unit, too.
+    runs: True if an outermost forward of `module` begins; then set `Unit.path` (parents and names), too.
     """
     for name, inner in module.named_modules():
         unit = unit_of(inner)
