@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks, ascending: those given; else those of the group, or of the first axis if it has several; (0,) if alone."""
+        """Ascending ranks: those given, or those of the process group (several: of the first axis); (0,) if there is none."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:

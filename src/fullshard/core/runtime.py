@@ -171,7 +171,7 @@ class Runtime:
     # --- actions ---
 
     def run(self, actions: Sequence[Action], *, observed: bool = False) -> None:
-        """Run actions in order. If one raises, free what it and later ones unshard, since the scheduler takes them for done.
+        """Run actions in order. If one raises, free what this and later actions unshard: the scheduler counts them as done.
 
         `observed`: the caller has reported them already (`_observe`).
         """

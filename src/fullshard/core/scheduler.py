@@ -194,7 +194,7 @@ class Scheduler:
         self.phase = 0  # outermost forwards begun, backwards begun and backwards ended so far
         self.prefetched: dict[int, int] = {}  # units unsharded ahead and not used yet, oldest first: the phase of each
 
-        # Calls with grad whose backward has not begun, by their end; oldest first, but those that a recomputation adds. Only
+        # Calls with grad whose backward has not begun, by their end. Oldest first, except for those of a recomputation. Only
         # events and the deletion of units change it, so it is equal on ranks that have the same units. A call leaves when its
         # backward begins, when a backward ends that reached a later call, or after `_REMEMBERED_FORWARDS` outermost forwards.
         self._pending: dict[int, ForwardCall] = {}
@@ -378,7 +378,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward. What is prefetched in it is current in it, even if shards change."""
+        """Begin a phase at the first event of a backward. A unit prefetched in a backward is current there, despite writes."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1

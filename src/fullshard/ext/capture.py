@@ -158,7 +158,7 @@ class Captured:
         self._first: list[weakref.ref[ShardedParameter]] = []  # the first parameter of each group
         self._addresses: list[int] = []
         self._moves = -1  # `ShardedParameter.moves` when the addresses were compared last
-        self._keeps = False  # whether some are of buffers, which no count tells of
+        self._uncounted = False  # whether some may change without a count: of buffers, and inside of tensor subclasses
         # The local gradients of those in `_first`, each with its address; None without one.
         self._grads: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._written: list[weakref.ref[ParamGroup]] = []
@@ -187,7 +187,7 @@ class Captured:
         first = [group.parameters[0] for group in groups]
         self._first, self._addresses = [*map(weakref.ref, first)], self._addresses_of(first)
         self._grads = [None if grad is None else (weakref.ref(grad), grad.data_ptr()) for grad in _grads_of(first)]
-        self._keeps = any(group.keeps_memory for group in groups)
+        self._uncounted = any(group.keeps_memory or not group.flat for group in groups)
         every = [group for unit in self.runtime.all_units() for group in unit.groups]  # some may be new since it began
         self._written = [weakref.ref(group) for group in every if group.version() != self.versions.get(group)]
         self.units = {}
@@ -216,7 +216,7 @@ class Captured:
         for beat in self.heartbeats:
             runtime.reducer.heartbeats.check(beat)
         parameters: list[Any] = [first() for first in self._first]
-        moved = self._keeps or self._moves != ShardedParameter.moves
+        moved = self._uncounted or self._moves != ShardedParameter.moves
         if None in parameters or (moved and self._addresses_of(parameters) != self._addresses):
             raise StateError(
                 f"{name} holds addresses of sharded parameters that changed since its capture: by .to(), undo(), `.data =`, "
@@ -347,7 +347,7 @@ class Follower(Listener):
                 self.captured.heartbeats.append(beat)
 
     def end(self, failure: BaseException | None) -> Captured | None:
-        """Forget what Python believes of a step that has not run. Return what was captured, None if nothing or if it failed."""
+        """Forget what Python believes of a step that has not run. Return what was captured; None if nothing, or on failure."""
         runtime, captured, self.captured = self.runtime, self.captured, None
         runtime.communicator.capturing = False
         self._around.close()
