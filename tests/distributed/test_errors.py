@@ -90,7 +90,7 @@ def test_what_fully_shard_refuses(world: World) -> None:
         reshard_after_forward=3,
     )
     refused(
-        "Expected shard_placement_fn to return a dim of parameter 'weight' of shape (2, 2), 0 to 1, got dim 2.",
+        "Expected shard_placement_fn to return a dim of parameter 'weight' of shape (2, 2), -2 to 1, got dim 2.",
         nn.Linear(2, 2),
         mesh=mesh,
         shard_placement_fn=lambda parameter: Shard(2),

@@ -228,7 +228,7 @@ class CollectiveLog:
         return True
 
     def close(self, verdict: str) -> None:
-        """Close the log: from now on every call raises StateError with `verdict`."""
+        """Close the log: from now on every call raises StateError with the first verdict."""
         self._verdicts.append(verdict)  # list.append is atomic: if several threads close the log, the first verdict counts
         self.desync_error = self._verdicts[0]
         self.append = partial(_raise_verdict, self.desync_error)

@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of the other ranks in one log, and whether they reply to `request`, the number of a notice."""
+    """The states of the other ranks in one log, and which were published after their ranks read notice number `request`."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
         self._store, self._log, self._request = store, log, request
@@ -57,8 +57,8 @@ class Inquiry:
             how = f"{'; '.join(failures[:MAX_NAMED])}, and {listed([*ended])}" if failures else listed([*ended])
             last = "; ".join(f"{listed([rank])}: {state}" for rank, state in [*ended.items()][:MAX_NAMED])
             return f"{how} ended the program or its process group while {here}. {last}"
-        # A rank that raised may continue: only a state published after the request counts. With tags (gloo) that of a rank that
-        # logged the call counts, too: an all-reduce over replicas is logged before it starts, and may not have started.
+        # A rank that raised may continue, so its state counts only if it was published after the request. With tags (gloo) it
+        # counts even if the rank has logged the call: an all-reduce over replicas is logged some time before it starts.
         known = self.states if self._log.tagged else behind
         raised = {rank: state for rank, state in known.items() if state.exception and state.replies_to(self._request)}
         if raised and seconds > max(_RAISED_SECONDS, wait.patience):

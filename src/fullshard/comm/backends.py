@@ -6,8 +6,8 @@ What a new backend needs:
 - if it lacks ReduceOp.AVG: its name in `_SUM_ONLY`. Sums are then scaled afterwards (`CoalescedCollectives`; tests in
   `tests/distributed/test_collectives.py`). Beside AVG, only SUM and MAX are used, no premultiplied sums;
 - if it needs collectives of its own: a class with the members of `Collectives` (comm/base.py) and with `all_to_all` (as in
-  comm/coalesced.py), for steps by owners as Muon's; here, a branch in `collectives_for` and, if its messages carry tags, one
-  in `carries_tags`. Put the former first then: what carries tags and comes to the branch of gloo gets gloo's collectives.
+  comm/coalesced.py), for steps by owners as Muon's; a branch in `collectives_for`, above that of gloo; and, if its messages
+  carry tags, a branch in `carries_tags`.
 
 `tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume gloo on the
 CPU, and coalesced collectives on an accelerator.

@@ -22,7 +22,7 @@ class ReductionPlan:
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
     direct   p3, p4                        one input each: the gradient, copied only if it is scaled or not contiguous
-    slices   p5, p6                        others with a direct all-gather (cast or uneven): in slices if `in_order`, or packed
+    slices   p5, p6                        large gradients that are cast or uneven; without `in_order` they are packed
     """
 
     layout: GroupLayout

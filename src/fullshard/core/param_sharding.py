@@ -153,7 +153,7 @@ class ParamSharding:
         return _torch.dtensor(whole, _torch.spec(parallel.mesh, parallel.placements, self.shape, whole.dtype))
 
     def grad_to_local(self, tensor: Tensor, *, name: str, reduce: torch.dtype | None = None) -> Tensor:
-        """Redistribute a gradient like its parameter, but on axes that the unit sums over, and return its local tensor.
+        """Return the local tensor of a gradient, redistributed like its parameter, except on axes that the unit sums over.
 
         `reduce`: dtype of the sum over `summed_axes` of a parameter with a `plain_part`, if wider than the gradient's.
         """
@@ -228,7 +228,7 @@ def plan_sharding(
     elif not -parameter.ndim <= dim < parameter.ndim:
         raise ValueError(
             f"Expected shard_placement_fn to return a dim of parameter '{name}' of shape {tuple(parameter.shape)}, "
-            f"0 to {parameter.ndim - 1}, got dim {dim}."
+            f"-{parameter.ndim} to {parameter.ndim - 1}, got dim {dim}."
         )
     else:
         dim %= parameter.ndim

@@ -57,7 +57,7 @@ class ShardedDTensor(DTensor):
             if not known or isinstance(error, StateError):
                 raise
             raise StateError(f"{func} {_reason(error, _names(known))}") from error
-        for logical in written:  # foreach operations and writes through `.data` move no counter of `ParamGroup.version`
+        for logical in written:  # foreach operations, and operators on `.data`, increase no version counter of the parameter
             logical.note_write()
         if _torch.writes(func):
             return _to_given(made, given)
@@ -71,7 +71,7 @@ class ShardedDTensor(DTensor):
 
     @property
     def data(self) -> Any:
-        """A view of the same memory. Writes to it are noted: its local tensor shares the version counter of this one's."""
+        """A view of the same memory. The parameter notes writes to it, also those to its local tensor."""
         made = _torch.with_version_of(torch.Tensor.data.__get__(self), self)  # type: ignore[attr-defined]
         _mark_view(made, self.__dict__.get(LOGICAL) or self.__dict__.get(_VIEWED))
         return made
