@@ -1,1 +1,1 @@
-"""Detection of diverged, failed and missing ranks. A watchdog compares the collective logs of ranks that wait."""
+"""Detection of diverged, failed and missing ranks. If a rank waits too long, a watchdog compares collective logs."""

@@ -44,7 +44,7 @@ class Watchdog:
     """Watchdog of a process: a thread that checks ten times a second whether this rank waits too long for a collective.
 
     A rank polls one key of the store, the number of notices: ten times a second while it waits long and for ten seconds after a
-    request or an exception, else once a second. If there are N > 2,000 ranks, never more often than every N / 2,000 seconds.
+    request or an exception, else once a second; but N ranks never more often than every N / 2,000 seconds.
 
     1. A rank that has waited longer than its patience posts a request. All ranks publish their states, and this rank reads
        them.

@@ -48,7 +48,7 @@ Started: TypeAlias = StartedWork | dist.Work | None
 class Collectives(Protocol):
     """The collectives of one process group. Tensors are contiguous, and 1-D except in all-reduces. No method waits for the end.
 
-    Pass a function from a process group to an implementation of your own as `CommPolicy(collectives=...)`.
+    `CommPolicy(collectives=...)` takes a function that returns an implementation of your own for a process group.
 
     Attributes (those with a default may be missing):
         ranks: number of ranks in the group.

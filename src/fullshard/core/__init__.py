@@ -1,4 +1,4 @@
-"""The core: one unit, from hooks to process group, and the names that other packages may import.
+"""The core: one unit, from hooks to process group, and the names that packages built on it import.
 
 state, optim, ext, fsdp2, wrap, fsdp1, weights, foresight and tools import only the names below from
 the core. If a package needs another name, add it. Each file begins with a line about itself; read the files in this order:

@@ -91,7 +91,7 @@ class Agreement(Ranks):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Ascending ranks: those given, or those of the process group (several: of the first axis); (0,) if there is none."""
+        """Ascending ranks: those given, else those of the process group or, if there are several, of the first axis."""
         if self._ranks is not None:
             return tuple(sorted(self._ranks))
         if len(self.groups) > 1:

@@ -34,7 +34,7 @@ def _log_name(axis: ShardAxis) -> str:
     """Return the name of a new log of an axis, equal on all ranks if each of their threads makes its logs in the same order."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
     if axis.group is not None and axis.replicas is None:
-        # Counted per group: threads interleave differently on each rank. Hybrid axes, whose groups differ by rank: all threads.
+        # Counted per group, since threads interleave differently on each rank; but groups of a hybrid axis differ by rank.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 

@@ -33,8 +33,8 @@ class GroupGradients:
         # Of the last reduction, if it deferred its second step (`ReductionFactors`): the sum over the shards, `Reduction.used`,
         # and the work to wait for before the sum is read.
         self.deferred: tuple[Tensor, list[bool], Work] | None = None
-        # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then does the
-        # log say whether a reduction adds to `.grad`: after a failed step, ranks may differ in whether they have a `.grad`.
+        # Whether the end of a step gave the first parameter a `.grad` since gradients were last discarded. Only then may the
+        # log, which is equal on all ranks, say that a reduction adds to `.grad`: after a failed step only some ranks have one.
         self.has_committed = False
 
     @property

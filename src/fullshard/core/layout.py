@@ -275,7 +275,7 @@ def plan_layout(
     """Lay out parameters of unsharded `shapes`, each with at least one dim. `dims`: the sharded dim of each; None for 0.
 
     `itemsize`: bytes of an element in the smaller of storage and compute dtype, in which offsets are multiples of 16 bytes.
-    `outer`: number of replicas under HFSDP (hop 1 gathers over them, hop 2 over the shards; `direct` is for hop 2), else 1.
+    `outer`: the factor of `ranks` that are replicas (HFSDP). `direct` is for the hop over the shards.
 
     >>> layout = plan_layout([(4, 8), (3,)], ranks=2, itemsize=4, direct=DirectRule(64))
     >>> [(p.offset, p.size, p.direct) for p in layout.offsets], layout.shard_numel

@@ -83,7 +83,7 @@ class ShardAxis:
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """Data-parallel axes of the mesh that DTensor parameters came with: there the unit sums gradients. None by default."""
+        """Data-parallel axes of the mesh that DTensor parameters came with: the unit sums gradients over them. None here."""
         return ()
 
     def place(self, parameter: nn.Parameter, dim: int, *, name: str) -> tuple[DeviceMesh, list[Placement], tuple[int, ...]]:

@@ -89,7 +89,7 @@ class ParamGroup:
         # Whether the flat gradient is the reduce-scatter output itself, so that its memory can be used again.
         is_output = self.shard_layout is self.layout and dtypes.reduced == dtypes.reduce and not storage.host
         self.reduces_in_place = is_output and collectives.reduce.reduce_memory is None
-        # The last gradients that were set as parts of one flat gradient (`are_set`: they still are), if no reduction has them.
+        # The gradients that the last commit set, if they are parts of one flat gradient; None while a reduction uses them.
         self.parts: GradientParts | None = None
         # Given a text for the log, returns the block in which gradients are summed over tensor-parallel ranks; None: no sums.
         self.summing: Callable[[str], AbstractContextManager[None]] | None = None
@@ -165,7 +165,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # `before` may have the counter of a new DTensor, which began at 0: exceed all versions
+        if not were_shared:  # `before` may lack a counter, as `swap_tensors` gives a parameter a new one: exceed all versions
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:

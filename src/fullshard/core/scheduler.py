@@ -173,8 +173,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost forwards, which
-    ends after a forward of several units, before its first unit starts again, if it gets too long, or when a backward ends.
+    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost forwards. The
+    series ends with a forward that has units inside, before a unit that began it starts again, at a limit, and with a backward.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward

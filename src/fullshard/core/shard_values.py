@@ -123,8 +123,8 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
 def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
 
-    The result has memory of its own. It is on the device of the shard; on that of the mesh if, with tensor parallelism, the
-    shard is of a tensor subclass or a gradient has other placements than its parameter. `sharded`: parameter or gradient.
+    The result has memory of its own, on the device of the shard. With tensor parallelism it is on that of the mesh if the shard
+    is of a tensor subclass, or has other placements than the parameter. `sharded`: parameter or gradient.
     """
     local, axis = _torch.local_tensor(sharded).detach(), sharding.axis
     alike = sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements

@@ -31,7 +31,7 @@ class BackReference(weakref.ref["ShardedParameter"]):
 
 
 def back_references(tensors: Iterable[Tensor]) -> list[BackReference | None]:
-    """Return the back-reference of each tensor, or None: the same objects until a shard is bound to memory again."""
+    """Return the back-reference of each tensor, or None. They are the same objects until a shard is bound to memory again."""
     return [tensor.__dict__.get(LOGICAL) for tensor in tensors]
 
 
@@ -93,7 +93,7 @@ def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
 
 
 def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return a tensor for each version counter of these sharded parameters, and whether none of them is such a tensor."""
+    """Return one tensor for each version counter of these parameters, and whether other tensors hold all of their counters."""
     found = [(tensor, tensor.__dict__.get(_COUNTER, tensor)) for tensor in sharded]
     counters = {id(counter): counter for _, counter in found}
     return list(counters.values()), all(counter is not tensor for tensor, counter in found)
@@ -141,7 +141,7 @@ class ShardedParameter:
     A tied parameter has several slots. FSDP2 calls this class FSDPParam.
     """
 
-    moves = 0  # how often any shard got other memory: while it is the same, their addresses are
+    moves = 0  # how often shards of any parameter got other memory: as long as it is equal, so are all addresses
 
     def __init__(
         self,

@@ -371,7 +371,7 @@ class Unit:
     def refresh(self, unwritten: Container[int] = (), *, assigned: bool = False) -> None:
         """Take over tensors that `Module._apply` moved or cast, and those that load_state_dict(assign=True) assigned.
 
-        Until the next all-gather, if `gathers_decided` is False, also take over DTensors put on modules, as by transformers.
+        Before the first all-gather of its groups, also take over DTensors that others put on modules, as transformers does.
         Raises StateError, before a shard changes, if a slot holds another Parameter or none, or dtype or device cannot change.
 
         Args:
@@ -518,7 +518,7 @@ class Unit:
         """Change options that the groups depend on, and build the groups again. Gradients kept by `accumulate()` stay.
 
         Call `check_rebuildable` of all units before the first one changes; this repeats it. If ranks build different groups,
-        their logs differ from the next all-gather on: all ranks raise there or, without tags (nccl), by the heartbeat.
+        their logs differ from the next all-gather on: all ranks raise there (gloo) or at the next heartbeat (nccl).
         """
         self.check_rebuildable(doing=doing)
         self.ensure_sharded(doing=doing)
@@ -563,7 +563,7 @@ class Unit:
                 )
                 if any(p.sharding.summed_axes for p in parameters):
                     groups[-1].summing = partial(self.runtime.communicator.waiting_for, self._sums(parameters, subject))
-        # Only the dtype of kept gradients has changed so far. If the lines above raised, the former groups stay in use.
+        # Until here only gradients of `accumulate()` were cast. If the lines above raised, the former groups stay in use.
         unit = weakref.ref(self)
         for group in groups:
             group.bind_parameters()

@@ -118,8 +118,8 @@ def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
 def _runs(packed: Tensor, flat: Tensor, places: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
     """Return matching views of `flat` and `packed`, (count, ranks, size) each: one pair for each run of equal segments.
 
-    `packed` is the all-gather output, (ranks, numel). The segment at (column, size) is that part of each row, and a region of
-    `ranks * size` elements of `flat` at `ranks * column`. The segments of one run lie at equal distances.
+    `packed` is the all-gather output, (ranks, numel). The segment at (column, size) has `size` elements of each row, which are
+    copied to the `ranks * size` elements of `flat` at `ranks * column`. The segments of one run lie at equal distances.
     """
     ranks, at = len(packed), 0
     regions: list[Tensor] = []

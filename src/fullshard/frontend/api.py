@@ -256,7 +256,7 @@ class PreparedShard:
         ties = find_ties(self.modules, managed)
         refs = [ref for ref in managed.refs if not any(ref is tied for tied, _ in ties.refs)]
         _check_tensors(refs, managed, axis)
-        # Raises for illegal options, and creates process groups, before anything of the model changes; so below for other axes.
+        # Before anything of the model changes: this raises for illegal options, and creates process groups.
         self.runtime.communicator.collectives_of(axis, options)
         for ref in refs:
             if ref.parameter not in self._decided:

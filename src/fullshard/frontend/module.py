@@ -468,8 +468,8 @@ def discard_gradients(module: nn.Module, *, set_to_none: bool) -> None:
             elif shows_full:
                 parameter.sharded.grad = None
             elif parameter.unsharded is not None:
-                parameter.unsharded.grad = None  # not reduced yet: of a use outside of forward, after unshard()
-        for group in unit.groups:  # those kept by earlier backwards
+                parameter.unsharded.grad = None  # of a use outside of forward, after unshard(); nothing has reduced it
+        for group in unit.groups:
             if group.grads.has_local:
                 group.grads.discard()
 
