@@ -395,7 +395,9 @@ def test_after_install_graphs_of_torch_are_followed_and_not_before(world: World)
     with fullshard.installed():
         with pytest.raises(TypeError):  # this capture never begins, and is followed no longer
             torch.sim.Graph().capture_begin("no pool")  # type: ignore[attr-defined]
-        with torch.sim.graph(graph):  # type: ignore[attr-defined]
+        with torch.sim.graph(graph := torch.sim.Graph()):  # type: ignore[attr-defined]
+            with pytest.raises(StateError, match="is being captured"):
+                fullshard.Graph().raw.capture_begin()
             losses = mine.backwards(x)
             mine.update()
         for index in range(2, 5):
@@ -650,9 +652,9 @@ def test_a_block_that_raises_keeps_no_gradients(world: World, how: str) -> None:
     expected, mine = Job(world), Job(world)
     for job in (mine, expected):
         job.step(0)
-    graph, x = torch.sim.Graph(), inputs(world, 1)  # type: ignore[attr-defined]
+    x = inputs(world, 1)
     with fullshard.installed() if how != "ours" else contextlib.nullcontext():
-        capture = torch.sim.graph(graph) if how == "of torch" else fullshard.Graph().capture()  # type: ignore[attr-defined]
+        capture = torch.sim.graph(torch.sim.Graph()) if how == "of torch" else fullshard.Graph().capture()  # type: ignore[attr-defined]
         mine.model.set_requires_gradient_sync(False)
         with pytest.raises(ZeroDivisionError), capture:
             square(mine.model(x[0])).backward()

@@ -16,7 +16,6 @@ from fullshard._torch.dispatch import *
 from fullshard._torch.dtensors import *
 from fullshard._torch.flops import *
 from fullshard._torch.fsdp import *
-from fullshard._torch.graphs import *
 from fullshard._torch.nn import *
 from fullshard._torch.optim import *
 from fullshard._torch.simulation import *

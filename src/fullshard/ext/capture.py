@@ -13,12 +13,13 @@ and ends with every unit sharded, what a replay writes (shards, `.grad`) is note
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,8 @@ class Graph:
         found = device or torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type == "cpu":
             raise StateError("fullshard.Graph() needs an accelerator: the CPU has no graphs.")
-        self._device, self.raw = found, _torch.followed_graph(found.type, GRAPHS)()
+        module = torch.get_device_module(found)
+        self._device, self.raw = found, followed(module.CUDAGraph if found.type == "cuda" else module.Graph)()
 
     def capture(self, **options: Any) -> AbstractContextManager[Any]:
         """Capture the block: forward and backward, and the optimizer's step or not.
@@ -405,81 +407,80 @@ class Follower(Listener):
             self._sides[group] = is_captured
 
 
-class Graphs:
-    """Follows the graphs of the device for the runtimes of a thread. A call may come twice, of `Graph` and of torch's class."""
+class FollowedGraph:
+    """Methods of a graph that the runtimes of its thread follow: a base class beside torch's, see `followed`."""
 
-    def __init__(self) -> None:
-        self._open: Any = None  # the graph that is captured
-        self._handled: BaseException | None = None  # the exception that the program was handling when the capture began
-        self._running: Any = None  # the graph that is replayed
-        self._parts: weakref.WeakKeyDictionary[Any, list[Captured]] = weakref.WeakKeyDictionary()
+    _open: ClassVar[FollowedGraph | None] = None  # the graph that is captured
+    _handled: BaseException | None = None  # the exception that the program was handling when the capture began
+    _parts: Sequence[Captured] = ()
 
-    def _followers(self) -> list[Follower]:
-        every = Runtime.all_of_thread()
-        return [runtime.listener(Follower) for runtime in every if runtime.communicator.async_device is not None]
-
-    def capture_begin(self, inner: Callable[..., None], graph: Any, *args: Any, **kwargs: Any) -> None:
-        """Begin the capture of a graph by `inner`."""
-        if self._open is not None:
-            inner(graph, *args, **kwargs)
-            return
-        self._open, self._handled = graph, sys.exc_info()[1]
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begin the capture. Raises StateError if another one has not ended."""
+        torch_graph: Any = super()
+        if FollowedGraph._open is not None:
+            raise StateError("A graph of the device is being captured. End its capture, or its block, before another begins.")
+        FollowedGraph._open, self._handled = self, sys.exc_info()[1]
         try:
-            for follower in self._followers():
+            for follower in _followers():
                 follower.begin()
-            inner(graph, *args, **kwargs)
+            torch_graph.capture_begin(*args, **kwargs)
         except BaseException as failure:
-            self._end(graph, failure)
+            self._end(failure)
             raise
 
-    def capture_end(self, inner: Callable[..., None], graph: Any) -> None:
-        """Join the streams of a capture, and end it by `inner`."""
-        if self._open is not graph:
-            inner(graph)
+    def capture_end(self) -> None:
+        """Join the streams of the capture, and end it."""
+        torch_graph: Any = super()
+        if FollowedGraph._open is not self:
+            torch_graph.capture_end()
             return
         raised = sys.exc_info()[1]  # torch.cuda.graph calls this for a block that raised, too
         failed = None if raised is self._handled else raised
-        self._open = self._handled = None
         try:
             try:
-                for follower in self._followers():
+                for follower in _followers():
                     follower.finish()
             finally:
-                inner(graph)
+                torch_graph.capture_end()
         except BaseException as failure:
-            self._end(graph, failure)
+            failed = failure
             raise
-        self._end(graph, failed)
-
-    def _end(self, graph: Any, failure: BaseException | None) -> None:
-        """Keep what was captured, for replays. After a failure, keep nothing."""
-        self._open = self._handled = None
-        self._parts[graph] = [part for one in self._followers() if (part := one.end(failure)) is not None]
-
-    def replay(self, inner: Callable[..., None], graph: Any) -> None:
-        """Run a graph by `inner`. Raises StateError before it would use memory or options that the model no longer has."""
-        parts = [] if self._running is graph else self._parts.get(graph, [])
-        for part in parts:
-            part.check()
-        run = partial(inner, graph)
-        for part in parts:
-            run = partial(part.replay, run)
-        before, self._running = self._running, graph
-        try:
-            run()
         finally:
-            self._running = before
+            self._end(failed)
 
-    def note_step(self, optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
-        """Record a step of an optimizer, if it is captured."""
-        if self._open is not None:
-            for follower in self._followers():
-                if follower.captured is not None:
-                    follower.captured.steps.append(CapturedStep(optimizer, groups))
+    def _end(self, failure: BaseException | None) -> None:
+        """Keep what was captured, for replays. After a failure, keep nothing."""
+        FollowedGraph._open = self._handled = None
+        self._parts = [part for one in _followers() if (part := one.end(failure)) is not None]
+
+    def replay(self) -> None:
+        """Run the graph. Raises StateError before it would use memory or options that the model no longer has."""
+        torch_graph: Any = super()
+        for part in self._parts:
+            part.check()
+        run = torch_graph.replay
+        for part in self._parts:
+            run = partial(part.replay, run)
+        run()
 
 
-GRAPHS = Graphs()
-"""Follows graphs that `fullshard.Graph` captures and, after `install()`, those of torch."""
+def _followers() -> list[Follower]:
+    every = Runtime.all_of_thread()
+    return [runtime.listener(Follower) for runtime in every if runtime.communicator.async_device is not None]
 
 
-STEP_LISTENERS.append(lambda optimizer, sharded: partial(GRAPHS.note_step, weakref.ref(optimizer)))
+@functools.cache
+def followed(kind: Any) -> Any:
+    """Return the subclass of a class of graphs that runtimes follow; unchanged if they do so already, as after `install()`."""
+    return kind if issubclass(kind, FollowedGraph) else type(kind.__name__, (FollowedGraph, kind), {})
+
+
+def _note_step(optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
+    """Record a step of an optimizer, if it is captured."""
+    if FollowedGraph._open is not None:
+        for follower in _followers():
+            if follower.captured is not None:
+                follower.captured.steps.append(CapturedStep(optimizer, groups))
+
+
+STEP_LISTENERS.append(lambda optimizer, sharded: partial(_note_step, weakref.ref(optimizer)))

@@ -165,7 +165,8 @@ def install() -> None:
 
     Three functions of torch change for sharded parameters: `torch.nn.utils.clip_grad_norm_` takes several meshes, and plain
     parameters beside sharded ones; `torch.amp.GradScaler` finds infinities of all ranks on all meshes; and
-    `torch.nn.init.trunc_normal_` draws the unsharded tensor. Nothing else in fullshard replaces anything in torch.
+    `torch.nn.init.trunc_normal_` draws the unsharded tensor. `torch.cuda.CUDAGraph` and `torch.accelerator.Graph` become
+    subclasses, which follow a captured step as `fullshard.Graph` does. Nothing else in fullshard replaces anything in torch.
 
     Example:
         >>> import fullshard
@@ -181,24 +182,24 @@ def install() -> None:
     for name in _IMPORTED_FIRST:
         _can_import(name)
     modules = [importlib.import_module(name) for name in (*_EXPORTING_MODULES, _IMPLEMENTATION) if _can_import(name)]
-    torch_objects: dict[int, tuple[str, Any]] = {}
-    # Keyed by id: values of arbitrary modules are looked up below, and need not be hashable.
+    # What takes the place of objects of torch. Keyed by id: values of arbitrary modules are looked up below, and need not be
+    # hashable.
+    everywhere: dict[int, Any] = {}
+    outside: dict[int, Any] = {}  # and in the modules that export them
     for exporting in modules:
-        for name in _REPLACEMENTS:
+        for name, ours in _REPLACEMENTS.items():
             found = vars(exporting).get(name)
-            if found is not None and found is not _REPLACEMENTS[name]:
-                torch_objects[id(found)] = (name, found)
-    _undo.extend([_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)])
+            if found is not None and found is not ours:
+                outside[id(found)] = ours
     if (capture := getattr(ext, "capture", None)) is not None:  # deleted otherwise
-        _undo.append(_torch.follow_graphs(capture.GRAPHS))
+        everywhere.update((id(kind), capture.followed(kind)) for kind in _classes_of_graphs())
+    _undo.extend([_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)])
     for module_name, module in list(sys.modules.items()):
-        if module is None or not _is_replaced_in(module_name):
-            continue
         namespace: dict[str, Any] = getattr(module, "__dict__", {})
+        replaced = {**outside, **everywhere} if _is_replaced_in(module_name) else everywhere
         for name, value in list(namespace.items()):
-            known = torch_objects.get(id(value))
-            if known is not None and known[1] is value:
-                _replace(namespace, name, _REPLACEMENTS[known[0]])
+            if id(value) in replaced:
+                _replace(namespace, name, replaced[id(value)])
 
 
 def uninstall() -> None:
@@ -230,8 +231,15 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
+def _classes_of_graphs() -> list[Any]:
+    """Return torch's classes of graphs of a device, and that of the accelerator's own module."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    modules = [torch.accelerator, *([] if accelerator is None else [torch.get_device_module(accelerator)])]
+    return [torch.cuda.CUDAGraph, *(module.Graph for module in modules if hasattr(module, "Graph"))]
+
+
 def _is_replaced_in(name: str) -> bool:
-    """Return True if names in the module `name` are replaced.
+    """Return True if the names of FSDP2 are replaced in the module `name`.
 
     Other parts of torch (pipelining, replicate) keep torch's classes: their isinstance checks accept fullshard's modules, too,
     and must still accept torch's own.
