@@ -173,7 +173,7 @@ class CollectiveLog:
     def note_exception(self, place: str, failure: str | None = None) -> None:
         """Note that an exception ended the current step of this rank. The note is published until the next call is logged.
 
-        `failure`: text of the exception, as from `described`. None while it propagates: `exception_note` looks it up later.
+        `failure`: text of the exception, as from `described`. None if the caller cannot see it: `exception_note` looks it up.
         """
         if self.exception_note is None:
             self._exception = ExceptionNote(self.count, place, threading.get_ident(), failure)

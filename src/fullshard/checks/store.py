@@ -87,7 +87,7 @@ class StateStore:
     def _read(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Return the records that exist.
 
-        One request (one per key without the extended API), one more unless all keys are known; 3 * log2(keys) per missing key.
+        One request (without the extended API one per key), one more if a key is new, 3 * log2(keys) more for a missing key.
         """
         if self.is_cut_off:
             return {key: self._last[key] for key in keys if key in self._last}

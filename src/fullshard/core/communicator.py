@@ -31,10 +31,10 @@ _LOG_COUNTERS: dict[str, Iterator[int]] = {}  # by name of an axis: counts its l
 
 
 def _log_name(axis: ShardAxis) -> str:
-    """Return the name of a new log of an axis, equal on all ranks if each of their threads makes its logs in the same order."""
+    """Return the name of a new log of an axis, equal on all ranks if a thread makes its logs in the same order on each."""
     name = f"{crc32(repr(axis.members).encode()):08x} {tuple(axis.mesh.mesh.shape)}"
-    if axis.group is not None and axis.replicas is None:
-        # Counted per group, since threads interleave differently on each rank; but groups of a hybrid axis differ by rank.
+    if axis.group is not None and axis.replicas is None:  # with replicas, ranks have groups of different names
+        # Count the logs of each group, since threads interleave differently on each rank.
         name = f"{name} {axis.group.group_name}"
     return f"{name} {next(_LOG_COUNTERS.setdefault(name, itertools.count()))}"
 
@@ -100,7 +100,7 @@ class Communicator(Streams):
     def report_exception(self, place: str, failure: str | None = None) -> None:
         """Note in all logs that an exception left `place`, so that the watchdog publishes it to ranks that wait for this one.
 
-        The note is void once this rank logs another call. `failure`: text of the exception; None while it still propagates.
+        The note is void once this rank logs another call. `failure`: text of the exception; None if the caller cannot see it.
         """
         for log in self.logs():
             log.note_exception(place, failure)

@@ -563,7 +563,7 @@ class Unit:
                 )
                 if any(p.sharding.summed_axes for p in parameters):
                     groups[-1].summing = partial(self.runtime.communicator.waiting_for, self._sums(parameters, subject))
-        # Until here only gradients of `accumulate()` were cast. If the lines above raised, the former groups stay in use.
+        # Nothing has changed yet, except that new groups cast kept gradients. If this raised, the former groups stay in use.
         unit = weakref.ref(self)
         for group in groups:
             group.bind_parameters()
