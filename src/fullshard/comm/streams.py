@@ -350,7 +350,7 @@ class Streams:
         return StateError(text if log.desync_error is None else log.desync_error)
 
     def wait_for_all_streams(self) -> None:
-        """Clear the wait that the watchdog sees. Order the compute stream and the host behind the others (none on the CPU)."""
+        """Clear the wait that the watchdog sees. Let the compute stream and the host wait for all other streams."""
         if self.wait_state is not None:
             self.wait_state.call = None
         for stream in (self.copy_in_stream, self.all_gather_stream, self.reduce_scatter_stream, self.all_reduce_stream):

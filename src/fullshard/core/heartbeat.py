@@ -124,7 +124,7 @@ class Heartbeats:
         self._free: list[Heartbeat] = []  # of all lengths, the one used last at the end
 
     def send(self, reductions: Sequence[tuple[int, Reduction]]) -> list[SentHeartbeat]:
-        """Send a heartbeat per log in which one is due. `reductions`: with their `every`; a log has that of its first."""
+        """Send a heartbeat per log in which one is due. `reductions`: (`every`, reduction); a log's first `every` counts."""
         logs: dict[CollectiveLog, tuple[int, list[Reduction]]] = {}
         always = self._communicator.capturing  # `every` cannot apply: what is captured is sent in every replay, or in none
         for every, reduction in reductions:

@@ -173,8 +173,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost forwards. The
-    series ends with a forward that has units inside, before a unit that began it starts again, at a limit, and with a backward.
+    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or the outermost forwards in a row until
+    one of them has had units inside, until the first unit is about to run again, until a backward ends, or up to a limit.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -378,7 +378,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward. A unit prefetched in a backward is current there, despite writes."""
+        """Begin a phase at the first event of a backward, which gathers nothing anew that it has prefetched itself."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1

@@ -33,7 +33,7 @@ class ReduceOptions:
     """The caller's options for reductions."""
 
     divide: float | None = None  # factor to divide the gradients by; None for the number of ranks, shards times replicas
-    # True if `divide` is for a custom reduce-scatter that averages. Scalars do not pass it, and are divided by the rank count.
+    # True if `divide` is for a custom reduce-scatter that averages. Scalars are all-reduced, and divided by the rank count.
     custom_averages: bool = False
     force_sum: bool = False  # scale after the reduction, so that no backend averages
     all_reduce: bool = True  # False: defer the reduction over replicas to a later backward

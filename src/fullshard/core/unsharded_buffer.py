@@ -79,8 +79,8 @@ Step = Callable[[], Any]
 def copy_out_of(layout: GroupLayout, flat: Tensor, staging: Tensor) -> Step:
     """Return the copy-out, which copies the packed all-gather output to the parameters' regions of the buffer.
 
-    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU copies each region by itself, or
-    a run of equal segments at once, and no gaps. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
+    Dim-0 parameters need one call, parameters sharded along other dims a second one. The CPU leaves out gaps, and copies each
+    region by itself, or a run of equal segments at once. `flat`: (unsharded_numel,), `staging`: (ranks * size,).
     """
     places: list[tuple[int, int]] = []  # (column, size); a column is also an offset in the shard: the packed part is first
     permuted: list[Tensor] = []
