@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of the other ranks in one log, and which were published after their ranks read notice number `request`."""
+    """The states of the other ranks in one log. Those that were published after the notice number `request` reply to it."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
         self._store, self._log, self._request = store, log, request

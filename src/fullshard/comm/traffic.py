@@ -20,7 +20,7 @@ class Message:
     """One collective, or copy to or from the host, recorded by `counting`.
 
     Args:
-        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (owners); talk (set-up, comparisons of ranks, and
+        kind: all_gather, reduce_scatter, all_reduce, heartbeat; all_to_all (Muon); talk (set-up, comparisons of ranks, and
             calls outside of a step, such as save_weights()); to_device, to_host (CPU offload).
         dtype: element dtype.
         nbytes: bytes of all ranks' chunks, or of the tensor reduced or broadcast; all_to_all, to_device, to_host: of this rank.

@@ -165,7 +165,7 @@ class ParamGroup:
         counters, self._are_shared = version_counters(self.sharded)
         self._counters = [self.shard, *counters]
         self.writes += before - self.version()
-        if not were_shared:  # `before` may lack a counter, as `swap_tensors` gives a parameter a new one: exceed all versions
+        if not were_shared:  # `swap_tensors` may have replaced a counter by one at 0: `before` is too low, so exceed all
             self.writes += max(0, *(buffer.version for buffer in self.buffers), before) + 1 - before
 
     def version(self) -> int:

@@ -264,8 +264,8 @@ class Runtime:
     def end_backward(self) -> None:
         """End the outermost backward that entered a unit: set `.grad` of all parameters whose step ends, or of none.
 
-        An exception are groups with gradient hooks, whose hooks run in every backward. All but the last `reductions_in_flight`
-        were committed during backward; these are committed here: with the other groups if the step ends, else one by one.
+        Groups with gradient hooks are different, since their hooks run in every backward: most were committed during backward,
+        and the last `reductions_in_flight` of them are here, with the other groups if the step ends, else one by one.
         """
         with torch.no_grad():
             try:

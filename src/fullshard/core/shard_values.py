@@ -123,8 +123,8 @@ def replace_rows(parameter: ShardedParameter, rows: Tensor) -> None:
 def all_gather_unsharded(agreement: Agreement, sharding: ParamSharding, sharded: DTensor) -> Tensor:
     """Return the unsharded tensor that this rank computes with, (sharding.local_shape); one element for a scalar. Collective.
 
-    The result has memory of its own, on the device of the shard. With tensor parallelism it is on that of the mesh if the shard
-    is of a tensor subclass, or has other placements than the parameter. `sharded`: parameter or gradient.
+    The result has memory of its own, on the device of the shard; but if DTensor redistributes it over tensor-parallel axes
+    (a tensor subclass, a gradient of other placements), on the device of the mesh. `sharded`: parameter or gradient.
     """
     local, axis = _torch.local_tensor(sharded).detach(), sharding.axis
     alike = sharded.device_mesh == sharding.mesh and tuple(sharded.placements) == sharding.placements

@@ -93,7 +93,7 @@ def _counted(tensor: DTensor, counters: dict[torch.device, DTensor]) -> DTensor:
 
 
 def version_counters(sharded: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-    """Return one tensor for each version counter of these parameters, and whether other tensors hold all of their counters."""
+    """Return one tensor for each version counter of these parameters, and whether all of them share counters (`_counted`)."""
     found = [(tensor, tensor.__dict__.get(_COUNTER, tensor)) for tensor in sharded]
     counters = {id(counter): counter for _, counter in found}
     return list(counters.values()), all(counter is not tensor for tensor, counter in found)
