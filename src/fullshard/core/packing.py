@@ -21,7 +21,7 @@ class ReductionPlan:
     """Layout of a group's gradients in the reduce-scatter inputs and in the flat gradient; fixed.
 
     packed   | p0 | p1 | gap | p2 | ...    one input of numel elements per rank; gaps are zeros
-    direct   p3, p4                        one input each: the gradient, copied only if it is scaled or not contiguous
+    direct   p3, p4                        one input each: the gradient, not copied if it has its dtype, scale and layout
     slices   p5, p6                        large gradients that are cast or uneven; without `in_order` they are packed
     """
 

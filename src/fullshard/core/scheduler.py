@@ -89,7 +89,7 @@ class UnitRecord:
     since: int = -1  # when a reset last set `live_graphs` to 0: graphs of calls that had ended by then do not count
 
     # How many forwards of the unit are in progress. If it has several modules: (module, start) of each module's forward that
-    # is in progress, and the modules whose forward has not ended.
+    # is in progress, and the modules that have yet to begin or end theirs.
     running: int = 0
     parts: list[tuple[int, int]] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
@@ -173,8 +173,8 @@ class Stats:
 class Scheduler:
     """Turns events of forward and backward into actions. It knows units by their number.
 
-    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or the outermost forwards in a row until
-    one of them has had units inside, until the first unit is about to run again, until a backward ends, or up to a limit.
+    One scheduler serves all units of a runtime, of any model. A "run" is one backward, or a series of outermost forwards, which
+    ends after a forward that ran inner units, before its own first unit runs again, if it gets too long, or with a backward.
 
     Backward mirrors forward: autograd runs ready nodes latest first. So when the backward of a call that ended at time t
     begins, every call that *started* after t has finished its backward, and its unit can be reduced and resharded. The forward
@@ -378,7 +378,7 @@ class Scheduler:
             record.live_graphs -= 1
 
     def begin_backward(self) -> None:
-        """Begin a phase at the first event of a backward, which gathers nothing anew that it has prefetched itself."""
+        """Begin a phase at the first event of a backward, so that `prefetched` shows which units this backward prefetched."""
         if not self._has_begun_backward:
             self._has_begun_backward = True
             self.phase += 1

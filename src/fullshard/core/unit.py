@@ -87,8 +87,8 @@ class Unit:
         # The path to the unit's module from the outermost one that ran: each parent, and the name of its child on the path.
         self.path: list[tuple[weakref.ref[nn.Module], str]] = []
         self.hooks: list[tuple[weakref.ref[nn.Module], Any]] = []  # modules, and the handles of their hooks
-        # Running forwards of its modules, outermost first: id of the module, last index of `Runtime.trace` when it began (its
-        # own entry, if it has one), and the exception that the caller was handling.
+        # Running forwards of its modules, outermost first: id of the module, last index of `Runtime.trace` when it began, and
+        # the exception that the caller was handling.
         self.forwards: list[tuple[int, int, BaseException | None]] = []
         self.methods = 0  # running calls of methods that run the unit's forward hooks, as `generate` may
         self.moves_inputs = False  # whether the last forward moved its inputs

@@ -157,8 +157,8 @@ class PreparedShard:
     """A `fully_shard` call in steps: the constructor checks the arguments, `check` the tensors, and `apply` shards them.
 
     `check` and `apply` are collective, and so is the constructor where it creates a process group. It takes the arguments
-    of `fully_shard`, and as `units` the modules of all calls that are prepared together: no call collects what is inside of
-    another one's modules.
+    of `fully_shard`, and as `units` the modules of all calls that are prepared together: a call leaves out those inside its
+    own modules, with what they contain.
     """
 
     def __init__(
