@@ -3,9 +3,7 @@
 Each file attaches at an extension point, and can be deleted together with its lines here, as a file of `fullshard.ext` can.
 """
 
-import fullshard.fsdp2.all_reduce_hook
 import fullshard.fsdp2.annotations
-import fullshard.fsdp2.post_optim_event
 import fullshard.fsdp2.state
 from fullshard.fsdp2.collectives import AllGather, Comm, ReduceScatter
 from fullshard.fsdp2.finalize import GradientReductionHandle

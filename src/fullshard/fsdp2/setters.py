@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fullshard.core import Unit, require_unit, unit_of, units_of
 from fullshard.errors import check_bool, check_int
-from fullshard.frontend.module import FSDPModule, any_unit, configure_reductions, meet, sharded_method
+from fullshard.frontend.module import FSDPModule, any_unit, configure_reductions, meet, sharded_method, units_by_runtime
+
+
+@sharded_method
+def set_all_reduce_hook(self: FSDPModule, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
+    """Set a hook that is called with each reduced flat gradient of this unit, once per parameter group.
+
+    The hook may modify the gradient in place, for example by an all-reduce over further replicas. It runs after the
+    reduce-scatter and the all-reduce over replicas, on the reduction stream or on `stream`. The order of the calls is
+    equal on all ranks.
+
+    Args:
+        hook: called with a 1-D tensor in the reduce dtype, the gradient of this rank's flat shard; None removes the hook.
+        stream: the stream to call `hook` on, on the device of the mesh; None is the reduction stream.
+
+    Raises:
+        ValueError: if `hook` is not callable, or if a stream is given for a CPU mesh.
+    """
+    if hook is not None and not callable(hook):
+        raise ValueError(f"set_all_reduce_hook takes a callable or None, got {type(hook).__name__}.")
+    if stream is not None and require_unit(self).runtime.communicator.async_device is None:
+        raise ValueError("set_all_reduce_hook got a stream, but the mesh of this unit is on the CPU. Omit `stream`.")
+    configure_reductions(self, False, hook=hook, hook_stream=stream)
 
 
 @sharded_method
@@ -111,6 +135,31 @@ def set_modules_to_backward_prefetch(self: FSDPModule, modules: list[nn.Module])
         ValueError: for anything else, or for a unit with separate streams or on another device.
     """
     require_unit(self).record.next_backward = _numbers_of(modules, require_unit(self))
+
+
+@sharded_method
+def set_post_optim_event(self: FSDPModule, event: torch.Event) -> None:
+    """Set an event, recorded after the optimizer step, for the next forward or `unshard()` to wait for. It is used once.
+
+    Set it if the optimizer steps on a separate stream. The all-gathers wait for the current stream too, since they write
+    to its memory. The optimizer may read gradients until the event: call `zero_grad()` after that forward, since the
+    allocator reuses freed memory on the current stream at once.
+
+    Args:
+        event: a torch.Event (or a device event such as torch.cuda.Event) that was recorded after `optimizer.step()`.
+
+    Raises:
+        ValueError: if it has no `wait()`, or the mesh is on the CPU, which has no streams.
+        StateError: if there is no unit at or below this module.
+    """
+    communicators = [runtime.communicator for runtime in units_by_runtime(self)]
+    if all(communicator.async_device is None for communicator in communicators):
+        raise ValueError("set_post_optim_event got an event, but the mesh is on the CPU, which has no streams.")
+    if not callable(getattr(event, "wait", None)):
+        raise ValueError(f"set_post_optim_event takes a torch.Event, got {type(event).__name__}.")
+    for communicator in communicators:
+        if communicator.async_device is not None:
+            communicator.next_event = event
 
 
 @sharded_method
