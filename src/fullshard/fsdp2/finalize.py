@@ -146,12 +146,19 @@ class _Pending(Listener):
             unit.refused = ""
 
     def finish(self) -> None:
-        """Wait for the reductions and set `.grad`. Raises StateError if they were dropped, or if ranks diverged."""
+        """Wait for the reductions and their heartbeats, and set `.grad`. Starts no collective.
+
+        Raises StateError if the reductions were dropped, or if ranks diverged.
+        """
         if self._lost:
             raise StateError(f"wait() of a GradientReductionHandle cannot finish: its reductions were dropped by {self._lost}.")
         self._end()
+        reducer = self._runtime.reducer
         with torch.no_grad():
-            _end(self._runtime.reducer, self._reductions, self._sent)
+            reducer.take(self._reductions)
+            reducer.decide(self._reductions, self._sent)
+            reducer.assign_grads()
+            reducer.poll()
 
 
 def _start(runtime: Runtime, units: Sequence[Unit]) -> _Pending:
@@ -183,11 +190,11 @@ def _is_unreduced(reducer: GradientReducer, group: ParamGroup) -> bool:
 
 
 def _start_heartbeats(runtime: Runtime, units: Sequence[Unit]) -> tuple[list[Reduction], list[SentHeartbeat]]:
-    """Send the heartbeats of these units' reductions. Return the reductions and the heartbeats, for `_end`."""
+    """Send the heartbeats of these units' reductions. Return the reductions and the heartbeats, for `_Pending.finish`."""
     reducer, mine = runtime.reducer, set(map(id, units))
     due = [(unit, reduction) for unit, reduction in reducer.undelivered if id(unit) in mine]
     sent = reducer.send_heartbeats(due)
-    # `_end` must start no collective, since ranks may finish several models in different orders. On the CPU, waits start the
+    # `finish` must start no collective, since ranks may finish several models in different orders. On the CPU, waits start the
     # all-reduces over replicas, and the later stages of all-reduces over more than two ranks (heartbeats).
     staged = any(reduction.factors.has_second_step or reduction.group.layout.ranks > 2 for _, reduction in due)
     if staged and runtime.communicator.async_device is None:
@@ -195,14 +202,6 @@ def _start_heartbeats(runtime: Runtime, units: Sequence[Unit]) -> tuple[list[Red
         for _, work in sent:
             work.block()
     return [reduction for _, reduction in due], sent
-
-
-def _end(reducer: GradientReducer, reductions: Sequence[Reduction], sent: Sequence[SentHeartbeat]) -> None:
-    """Wait for these reductions and their heartbeats, and set `.grad`. Starts no collective."""
-    reducer.take(reductions)
-    reducer.decide(reductions, sent)
-    reducer.assign_grads()
-    reducer.poll()
 
 
 def _check(unit: Unit) -> None:
