@@ -14,7 +14,7 @@ Source: spmd_types, as torch 2.15's `fully_shard` takes its annotations.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,10 @@ def _annotated_part(parameter: nn.Parameter, axis: ShardAxis, name: str) -> Plai
     placements: list[Placement] = [Replicate()] * mesh.ndim
     gradients: list[Placement] = [Partial() if index in axis.partial_axes else Replicate() for index in range(mesh.ndim)]
     found = {one for index, one in enumerate(own) if index in axis.partial_axes or mesh.size(index) == 1}
-    for one, kind, dim in _kinds(annotation):
+    sharded_dims = {one: dim for dim, by in annotation.sharded.items() for one in by}
+    for one, plain_kind in annotation.kinds.items():
+        dim = sharded_dims.get(one)
+        kind = plain_kind if dim is None else "S"
         if kind == "P":
             raise ValueError(
                 f"Parameter '{name}' is annotated P over {one}: the ranks there have parts of a sum. Annotate it R, I or "
@@ -96,13 +99,6 @@ def _annotated_part(parameter: nn.Parameter, axis: ShardAxis, name: str) -> Plai
     text = f" annotated for {tuple(map(str, placements))}, its gradient for {tuple(map(str, gradients))}"
     mark = partial(_torch.annotate, annotation=annotation, axes=axes)
     return PlainPart(spec, tuple(gradients), text, _torch.ANNOTATION_ATTRIBUTES, mark)
-
-
-def _kinds(annotation: _torch.Annotation) -> Iterator[tuple[Any, str, int | None]]:
-    """Yield each axis with R, I, V, P or S, and for S the dim."""
-    dims = {one: dim for dim, axes in annotation.sharded.items() for one in axes}
-    for one, kind in annotation.kinds.items():
-        yield (one, kind, None) if one not in dims else (one, "S", dims[one])
 
 
 def _axes_to_restore(annotation: _torch.Annotation, own: Sequence[Any], name: str) -> tuple[Any, ...]:

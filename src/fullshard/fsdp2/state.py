@@ -78,7 +78,7 @@ _NAMES: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
         # Waits for the reductions in flight and sets `.grad`. Pipeline schedules call it at the end of a step.
         "_root_post_backward_final_callback": lambda unit, _: lambda: _finish_reductions(unit),
     },
-    "FSDPStateContext": {"all_states": lambda unit, _: [_view(one) for one in units_below(unit.modules)]},
+    "FSDPStateContext": {"all_states": lambda unit, _: [View("FSDPState", one) for one in units_below(unit.modules)]},
     "FSDPParamGroup": {
         "fsdp_params": lambda unit, group: [View("FSDPParam", unit, parameter) for parameter in group.parameters],
         "mp_policy": lambda unit, _: unit.options.mp,
@@ -98,25 +98,21 @@ _NAMES: dict[str, dict[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-def _view(unit: Unit) -> View:
-    return View("FSDPState", unit)
-
-
 def _attach(unit: Unit, _: Originals | None) -> None:
     for root in unit.modules:
-        _torch.attach_state(root, _view(unit))
+        _torch.attach_state(root, View("FSDPState", unit))
 
 
 def _state(module: nn.Module) -> View | None:
     """Return the view of a sharded module, or None for a module that is not sharded. It is `fully_shard.state`."""
     unit = unit_of(module)
-    return None if unit is None else _view(unit)
+    return None if unit is None else View("FSDPState", unit)
 
 
 @sharded_method
 def _get_fsdp_state(self: FSDPModule) -> View:
     """Return a view with FSDP2's private attributes: `_fsdp_param_groups`, `_mp_policy`, `_state_ctx.all_states`."""
-    return _view(require_unit(self))
+    return View("FSDPState", require_unit(self))
 
 
 UNIT_CREATED.append(_attach)
