@@ -56,22 +56,18 @@ def _difference(found: Mapping[int, tuple[str, ComparedValues]], subject: str, a
         if text:
             return f"All ranks stop because rank {rank} raised {text}"
     compared = {rank: values for rank, (_, values) in found.items()}
+    names = dict.fromkeys(name for values in compared.values() for name in values)
     first = next(iter(compared.values()))
-    for name in dict.fromkeys(name for values in compared.values() for name in values):
-        if all(values.get(name) == first.get(name) for values in compared.values()):
-            continue
-        keys = dict.fromkeys(key for values in compared.values() for key in values.get(name, ()))
-        differing = [key for key in keys if len({values.get(name, {}).get(key) for values in compared.values()}) > 1]
-        ranks_of: dict[str, list[int]] = {}
-        for rank, values in compared.items():
-            own = values.get(name)
-            words = (
-                [f"{key} {own[key]}" if key in own else f"no {key}" for key in differing] if own is not None else ["nothing"]
-            )
-            ranks_of.setdefault(", ".join(words), []).append(rank)
-        ranks_text = "; ".join(f"{listed(ranks)}: {words}" for words, ranks in ranks_of.items())
-        return f"{subject} of the ranks differ in '{name}'. {ranks_text}. {advice}"
-    return f"{subject} of the ranks differ. {advice}"
+    name = next(name for name in names if any(values.get(name) != first.get(name) for values in compared.values()))
+    of_ranks = {rank: values.get(name) for rank, values in compared.items()}
+    keys = dict.fromkeys(key for own in of_ranks.values() for key in own or ())
+    differing = [key for key in keys if len({(own or {}).get(key) for own in of_ranks.values()}) > 1]
+    ranks_of: dict[str, list[int]] = {}
+    for rank, own in of_ranks.items():
+        words = ["nothing"] if own is None else [f"{key} {own[key]}" if key in own else f"no {key}" for key in differing]
+        ranks_of.setdefault(", ".join(words), []).append(rank)
+    ranks_text = "; ".join(f"{listed(ranks)}: {words}" for words, ranks in ranks_of.items())
+    return f"{subject} of the ranks differ in '{name}'. {ranks_text}. {advice}"
 
 
 FULL, SHARDED, LOCAL = (
@@ -122,10 +118,7 @@ def logical_of(parameter: Tensor) -> ShardedParameter | None:
 
 def names_of(model: nn.Module) -> dict[int, str]:
     """Return the clean name of each parameter, by its id."""
-    found: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        found.setdefault(id(parameter), clean_name(name))
-    return found
+    return {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
 
 
 def groups_of(
