@@ -70,13 +70,6 @@ def _difference(found: Mapping[int, tuple[str, ComparedValues]], subject: str, a
     return f"{subject} of the ranks differ in '{name}'. {ranks_text}. {advice}"
 
 
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
-
-
 @dataclass(frozen=True, slots=True)
 class StateDictFormat:
     """The type of the tensors in a state dict, their device, and the ranks that keep them."""
@@ -88,7 +81,7 @@ class StateDictFormat:
 
     def keeps(self, *, first: bool) -> bool:
         """Return True if a rank keeps values. `first`: True if it is the first rank."""
-        return first or not (self.kind is FULL and self.rank0_only)
+        return first or not (self.kind is StateDictType.FULL_STATE_DICT and self.rank0_only)
 
     def convert(self, value: Any, *, keep: bool = True) -> Any:
         """Convert `value` to this format. DTensors and full tensors are copied: training continues to write to their memory.
@@ -97,7 +90,7 @@ class StateDictFormat:
         """
         if not isinstance(value, Tensor):
             return value
-        if self.kind is FULL and isinstance(value, DTensor):
+        if self.kind is StateDictType.FULL_STATE_DICT and isinstance(value, DTensor):
             value = full_tensor(value)
         if not keep:
             return None
@@ -242,7 +235,9 @@ def _check_not_local_rows(value: Any, parameter: Tensor, name: str, key: Any, st
     Saved as FULL_STATE_DICT, such a tensor would be taken for the full state.
     """
     logical = logical_of(parameter)
-    if logical is None or state_format.kind is LOCAL or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if logical is None or state_format.kind is StateDictType.LOCAL_STATE_DICT:
+        return
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return
     if value.ndim and value.shape == logical.local.shape != logical.shape:
         raise ValueError(

@@ -7,7 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -78,21 +78,16 @@ _WRAPPED_MODULE = "_fsdp_wrapped_module"
 _OTHER_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # set by activation checkpointing, torch.compile
 
 
-@dataclass(frozen=True, eq=False)
-class _HookedCollectives:
-    """Makes the collectives of a process group over replicas, whose all-reduce is done by a communication hook."""
+def _hooked_collectives(group: dist.ProcessGroup, *, device: torch.device, hook: Callable[[Tensor], None]) -> Any:
+    """Return the collectives of a group over replicas. `hook` averages a flat gradient over them, instead of an all-reduce."""
 
-    device: torch.device
-    hook: Callable[[Tensor], None]  # averages a flat gradient over the replicas, in place
-
-    def __call__(self, group: dist.ProcessGroup) -> Any:
-        collectives: Any = collectives_for(group, self.device)
-        collectives.all_reduce = self._all_reduce
-        return collectives
-
-    def _all_reduce(self, tensor: Tensor) -> StartedWork:
-        self.hook(tensor)  # hooks of FSDP1 are synchronous, so the returned work is complete
+    def all_reduce(tensor: Tensor) -> StartedWork:
+        hook(tensor)  # hooks of FSDP1 are synchronous, so the returned work is complete
         return StartedWork()
+
+    collectives: Any = collectives_for(group, device)
+    collectives.all_reduce = all_reduce
+    return collectives
 
 
 class _HookReduceScatter(ReduceScatter):
@@ -608,7 +603,7 @@ class FullyShardedDataParallel(nn.Module):
             replicates = wrapper._strategy is ShardingStrategy.NO_SHARD
             unit.configure(reduce=replace(unit.options.reduce, divide=1.0, custom_averages=not replicates))
             if replicates:
-                factory = _HookedCollectives(unit.axis.device, partial(hook, state))
+                factory = partial(_hooked_collectives, device=unit.axis.device, hook=partial(hook, state))
                 changes: dict[str, Any] = {"comm": replace(unit.options.comm, collectives=factory)}
             else:
                 changes = {"reduce_adapter": partial(CustomCollectives, reduce_scatter=_HookReduceScatter(state, hook))}
@@ -795,9 +790,9 @@ class FullyShardedDataParallel(nn.Module):
         state_format = _format_of(settings, settings.optim_state_dict_config)
         groups = state_dicts.groups_of(model, optim)
         ranks = _ranks(model, group, _LOADING)
-        if state_format.kind is state_dicts.FULL and state_format.rank0_only:
+        if state_format.kind is StateDictType.FULL_STATE_DICT and state_format.rank0_only:
             optim_state_dict = state_dicts.scatter_state(model, optim_state_dict, groups, ranks)
-        local = state_format.kind is state_dicts.LOCAL
+        local = state_format.kind is StateDictType.LOCAL_STATE_DICT
         ready = state_dicts.load_optimizer_state(
             model, optim_state_dict, groups, ranks, local=local, by_name=is_named_optimizer
         )
@@ -829,7 +824,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: see `optim_state_dict`.
         """
         del optim_input
-        state_format = StateDictFormat(state_dicts.FULL, True, rank0_only)
+        state_format = StateDictFormat(StateDictType.FULL_STATE_DICT, True, rank0_only)
         return state_dicts.optimizer_state(model, optim, state_format, _ranks(model, group, _SAVING))
 
     @staticmethod
@@ -849,7 +844,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: see `optim_state_dict`.
         """
-        state_format = StateDictFormat(state_dicts.SHARDED)
+        state_format = StateDictFormat(StateDictType.SHARDED_STATE_DICT)
         return state_dicts.optimizer_state(model, optim, state_format, _ranks(model, group, _SAVING))
 
     @staticmethod
@@ -1033,9 +1028,10 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
     Wrappers below have converted their own entries already: a DTensor can still be converted, a full tensor stays full.
     """
     settings = module._state_dict_settings
-    state_format = _format_of(settings, settings.state_dict_config, rows=settings.state_dict_type is state_dicts.LOCAL)
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    state_format = _format_of(settings, settings.state_dict_config, rows=is_local)
     unit: Unit | None = module._own_unit
-    if unit is not None and unit.shown_by and state_format.kind is not state_dicts.FULL:
+    if unit is not None and unit.shown_by and state_format.kind is not StateDictType.FULL_STATE_DICT:
         raise StateError(
             f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
         )
@@ -1045,7 +1041,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
     for key in [key for key in state_dict if key.startswith(f"{prefix}_fsdp_wrapped_module.")]:
         value = state_dict.pop(key)
         name = clean_name(key[len(prefix) :])
-        if name in dtypes and isinstance(value, Tensor) and state_format.kind is not state_dicts.LOCAL:
+        if name in dtypes and isinstance(value, Tensor) and not is_local:
             value = value.to(dtypes[name])
         value = state_format.convert(value, keep=keep)  # collective for FULL, so ranks that keep nothing call it too
         if keep:
@@ -1055,7 +1051,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
 def _load_state_dict_pre_hook(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add the wrapper's prefix to the names, and convert ShardedTensors and this rank's rows to DTensors."""
     unit: Unit | None = module._own_unit
-    rows = module._state_dict_settings.state_dict_type is state_dicts.LOCAL
+    rows = module._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     inner: nn.Module = module._fsdp_wrapped_module
     parameters = dict(inner.named_parameters(remove_duplicate=False))
     known = {clean_name(name): parameter for name, parameter in parameters.items()}
