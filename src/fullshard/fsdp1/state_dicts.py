@@ -79,10 +79,6 @@ class StateDictFormat:
     rank0_only: bool = False  # only the first rank keeps values; for full tensors only
     rows: bool = False  # this rank's rows of DTensors, as plain tensors that share memory with the model
 
-    def keeps(self, *, first: bool) -> bool:
-        """Return True if a rank keeps values. `first`: True if it is the first rank."""
-        return first or not (self.kind is StateDictType.FULL_STATE_DICT and self.rank0_only)
-
     def convert(self, value: Any, *, keep: bool = True) -> Any:
         """Convert `value` to this format. DTensors and full tensors are copied: training continues to write to their memory.
 
@@ -262,7 +258,7 @@ def optimizer_state(
         subject="The optimizers",
         advice="Use equal parameters and settings, step all optimizers, and set one state_dict_type on all ranks.",
     )
-    keep = state_format.keeps(first=ranks.index == 0)
+    keep = ranks.index == 0 or not state_format.rank0_only
 
     def convert(_: Any, value: Any) -> Any:
         return state_format.convert(value, keep=keep)

@@ -790,7 +790,7 @@ class FullyShardedDataParallel(nn.Module):
         state_format = _format_of(settings, settings.optim_state_dict_config)
         groups = state_dicts.groups_of(model, optim)
         ranks = _ranks(model, group, _LOADING)
-        if state_format.kind is StateDictType.FULL_STATE_DICT and state_format.rank0_only:
+        if state_format.rank0_only:
             optim_state_dict = state_dicts.scatter_state(model, optim_state_dict, groups, ranks)
         local = state_format.kind is StateDictType.LOCAL_STATE_DICT
         ready = state_dicts.load_optimizer_state(
@@ -1035,7 +1035,7 @@ def _state_dict_post_hook(module: Any, state_dict: dict[str, Any], prefix: str, 
         raise StateError(
             f"state_dict() cannot return {state_format.kind.name} inside summon_full_params(). Call it outside of the block."
         )
-    keep = state_format.keeps(first=_ranks(module, None, "state_dict()").index == 0)
+    keep = _ranks(module, None, "state_dict()").index == 0 or not state_format.rank0_only
     dtypes = module._buffer_dtypes
     # What the wrapped module has just written, and no entries that a `destination` of the caller had before.
     for key in [key for key in state_dict if key.startswith(f"{prefix}_fsdp_wrapped_module.")]:
