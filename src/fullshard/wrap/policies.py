@@ -1,7 +1,4 @@
-"""FSDP1's wrapping policies, which decide module by module what becomes a unit; `enable_wrap` and `wrap`.
-
-The functions that decide by size, by class or by another function are torch's own.
-"""
+"""FSDP1's wrapping policies, which decide module by module what becomes a unit; `enable_wrap` and `wrap`."""
 
 from __future__ import annotations
 
@@ -13,12 +10,6 @@ from typing import Any
 
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
-from torch.distributed.fsdp.wrap import (
-    always_wrap_policy,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
 
 from fullshard.core import children_first
 
@@ -129,6 +120,7 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
 
     Example:
         >>> from functools import partial
+        >>> from fullshard.wrap import size_based_auto_wrap_policy
         >>> policy = partial(or_policy, policies=[ModuleWrapPolicy({nn.Embedding}), size_based_auto_wrap_policy])
     """
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
@@ -185,19 +177,3 @@ def checked_classes(classes: Any, what: str) -> tuple[type[nn.Module], ...]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise ValueError(f"{what} expected classes of modules, got {cls!r}.")
     return tuple(dict.fromkeys(listed))
-
-
-__all__ = [
-    "Classes",
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "Policy",
-    "always_wrap_policy",
-    "checked_classes",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "or_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
