@@ -177,7 +177,7 @@ class Plan:
 
     def __init__(self, outline: ModelSummary, units: Iterable[PlannedUnit]) -> None:
         self.outline = outline
-        self._held: list[tuple[PlannedUnit, list[PlanEntry]]] = []
+        self._held: dict[PlannedUnit, list[PlanEntry]] = {}
         chosen = list(units)
         for unit in chosen:
             if not isinstance(unit, PlannedUnit):
@@ -189,7 +189,7 @@ class Plan:
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
         """The units, in the order in which they will be sharded."""
-        return tuple(unit for unit, _ in self._held)
+        return tuple(self._held)
 
     def entries(self, unit: PlannedUnit) -> list[PlanEntry]:
         """Return the parameters that a unit will contain.
@@ -203,10 +203,9 @@ class Plan:
         Raises:
             ValueError: if the unit is not in the plan; an edit creates new units.
         """
-        for other, entries in self._held:
-            if other is unit:
-                return list(entries)
-        raise ValueError(f"Unit '{unit.name}' is not in the plan (an edit creates new units). Pass one of plan.units.")
+        if unit not in self._held:
+            raise ValueError(f"Unit '{unit.name}' is not in the plan (an edit creates new units). Pass one of plan.units.")
+        return list(self._held[unit])
 
     def held(self) -> list[tuple[PlannedUnit, list[PlanEntry]]]:
         """Return every unit with the parameters that it will contain.
@@ -219,7 +218,7 @@ class Plan:
             >>> [(unit.name, len(entries)) for unit, entries in plan.held()]                  # doctest: +SKIP
             [('(model)', 4)]
         """
-        return [(unit, list(entries)) for unit, entries in self._held]
+        return [(unit, list(entries)) for unit, entries in self._held.items()]
 
     # --- edits ---
 
@@ -287,7 +286,7 @@ class Plan:
         """
         unit = self._unit_of(module)
         changed = replace(unit, options={**unit.options, **options})
-        self._held = [(changed if other is unit else other, entries) for other, entries in self._held]
+        self._held = {changed if other is unit else other: entries for other, entries in self._held.items()}
 
     # --- queries ---
 
@@ -298,7 +297,7 @@ class Plan:
             One entry per such unit; as a string, it includes the remedy.
         """
         found: list[Mixture] = []
-        for unit, entries in self._held:
+        for unit, entries in self._held.items():
             trainable = tuple(entry for entry in entries if entry.trainable)
             frozen = tuple(entry for entry in entries if not entry.trainable)
             if trainable and frozen:
@@ -339,7 +338,7 @@ class Plan:
         """
         check_int("ranks", ranks)
         found: list[tuple[str, UnitMessages]] = []
-        for unit, entries in self._held:
+        for unit, entries in self._held.items():
             options = {
                 "mp_policy": mp_policy,
                 "comm_policy": comm_policy,
@@ -355,7 +354,7 @@ class Plan:
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("unit", "class", "parameters", "elements", "bytes", "options", "why")]
-        for (facts, _), equal_units in groupby(self._held, key=self._facts):
+        for (facts, _), equal_units in groupby(self._held.items(), key=self._facts):
             units = [unit for unit, _ in equal_units]
             name = units[0].name if len(units) == 1 else span(units[0].name, units[-1].name)
             kind, number, numel, nbytes, options, why = facts
@@ -363,15 +362,14 @@ class Plan:
             cells = [times + cell for cell in (kind, str(number), f"{numel:,}", bytes_text(nbytes))]
             rows.append((name, *cells, options, why))
         total = self.outline.parameters
-        most = max(sum(entry.nbytes for entry in entries) for _, entries in self._held)
+        most = max(sum(entry.nbytes for entry in entries) for entries in self._held.values())
         numel, nbytes = sum(entry.numel for entry in total), sum(entry.nbytes for entry in total)
         last = (
             f"{len(self._held)} units hold {len(total)} parameters: {numel:,} elements, {bytes_text(nbytes)}; "
             f"the largest holds {bytes_text(most)}"
         )
-        sizes = [(unit.name, sum(entry.numel for entry in entries)) for unit, entries in self._held if unit.modules != ("",)]
-        root = numel - sum(size for _, size in sizes)
-        return "\n".join([*aligned(rows, right={2, 3, 4}), last, *remarks_on_sizes([("(model)", root), *sizes])])
+        *sizes, root = [(unit.name, sum(entry.numel for entry in entries)) for unit, entries in self._held.items()]
+        return "\n".join([*aligned(rows, right={2, 3, 4}), last, *remarks_on_sizes([root, *sizes])])
 
     def __repr__(self) -> str:
         return f"Plan of {len(self._held)} units: {', '.join(unit.name for unit in self.units)}"
@@ -439,10 +437,9 @@ class Plan:
                         f"{' and shares a parameter' if unit.why == _SHARED_PARAMETER else ''}. Name only the outer one."
                     )
         merged.sort(key=lambda unit: place[unit.modules[-1]])
-        held: dict[PlannedUnit, list[PlanEntry]] = {unit: [] for unit in merged}
+        self._held = {unit: [] for unit in merged}
         for index, (owner,) in sorted(owners.items()):
-            held[owner].append(self.outline.parameters[index])
-        self._held = [*held.items()]
+            self._held[owner].append(self.outline.parameters[index])
 
     def _without(self, modules: frozenset[str]) -> list[PlannedUnit]:
         """Return the units without these modules. Units of no other modules are left out."""
