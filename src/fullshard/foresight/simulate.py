@@ -506,7 +506,7 @@ def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Set
     default = 0 if ranks == 1 else DIRECT_MIN_BYTES  # as SingleRank and CoalescedCollectives
     direct_min_bytes = options.comm.direct_min_bytes
     direct = DirectRule.of(direct_min_bytes, default)
-    layout, over_replicas, scatter = group.layout(ranks * outer, direct, dims=setting.dims, outer=outer), None, None
+    layout, over_replicas, scatter = group.layout(ranks * outer, direct, setting.dims, outer=outer), None, None
     if two_hops:
         over_replicas, layout = ext.two_hops.in_two_hops(layout, ranks, outer, rank=0)
         # `as_is`: the sum over shards has the reduce dtype already.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from types import MappingProxyType
 
 import torch
 
@@ -29,7 +28,6 @@ from fullshard.policies import (
 )
 from fullshard.wrap.tables import aligned, bytes_text, span
 
-NO_DIMS: Mapping[str, int] = MappingProxyType({})
 _LEAST_PADDING = 1 << 20  # bytes of a unit's padding from which there is a remark, if they are more than a tenth of the unit
 
 
@@ -100,7 +98,7 @@ class EntryGroup:
     replicated: bool  # True under HFSDP for parameters with few rows, which are not sharded over replicas
     entries: tuple[PlanEntry, ...]
 
-    def layout(self, ranks: int, direct: DirectRule, *, dims: Mapping[str, int] = NO_DIMS, outer: int = 1) -> GroupLayout:
+    def layout(self, ranks: int, direct: DirectRule, dims: Mapping[str, int], *, outer: int = 1) -> GroupLayout:
         """Plan the layout. `dims`: by parameter, the sharded dim, if that is not 0. The others: see `plan_layout`."""
         return plan_layout(
             [entry.shape or (1,) for entry in self.entries],
@@ -146,7 +144,7 @@ def messages_of(
 
 def _messages_of_group(group: EntryGroup, ranks: int, rule: DirectRule) -> UnitMessages:
     dtypes, itemsize, trainable = group.dtypes, group.dtypes.compute.itemsize, group.trainable
-    numel, layout = sum(entry.numel for entry in group.entries), group.layout(1 if group.scalar else ranks, rule)
+    numel, layout = sum(entry.numel for entry in group.entries), group.layout(1 if group.scalar else ranks, rule, {})
     # Of scalars: nothing to all-gather, and one all-reduce of the gradients over all ranks.
     found = UnitMessages(
         gathered=0,
