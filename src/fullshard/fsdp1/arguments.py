@@ -32,6 +32,7 @@ from fullshard.core import (
 from fullshard.ext.materialize import common_seed, seeded
 from fullshard.fsdp1.state_dicts import ComparedValues, agree
 from fullshard.policies import CommPolicy, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.wrap.whole_model import with_submodules
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_ZERO2)
 _NO_RESHARD_AFTER_FORWARD = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD, _torch.HYBRID_ZERO2)
@@ -65,8 +66,8 @@ class FSDP1Arguments:
         _check_types(self)
         self.strategy = self.sharding_strategy or ShardingStrategy.FULL_SHARD
         _check_combinations(self)
-        # Parameters, including those of ignored modules; and ignored modules with their submodules.
-        self.ignored, self.left_out = _ignored(self.ignored_modules, self.ignored_states)
+        # Ignored modules with their submodules; and parameters, including those of ignored modules.
+        self.left_out, self.ignored = _ignored(self.ignored_modules, self.ignored_states)
         self.device = _device(self.device_id, self.device_mesh)  # to move to
 
     def overridden(self, options: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -195,8 +196,8 @@ def _check_combinations(given: FSDP1Arguments) -> None:
 
 def _ignored(
     modules: Iterable[nn.Module] | None, states: Iterable[Any] | None
-) -> tuple[tuple[nn.Parameter, ...], tuple[nn.Module, ...]]:
-    """Return the ignored parameters and the ignored modules, both with the contents of submodules."""
+) -> tuple[dict[nn.Module, None], list[nn.Parameter]]:
+    """Return the ignored modules and the ignored parameters, both with the contents of submodules."""
     if modules is not None and states is not None:
         raise ValueError(
             "FullyShardedDataParallel expected ignored_modules or ignored_states, got both. Pass only ignored_states."
@@ -214,9 +215,8 @@ def _ignored(
             raise ValueError(
                 f"Expected {name} to contain unsharded modules, got a {type(item).__name__} that is already sharded."
             )
-    whole = [inner for item in given if isinstance(item, nn.Module) for inner in item.modules()]
-    single = [item for item in given if isinstance(item, nn.Parameter)]
-    return (*single, *(p for module in whole for p in module.parameters(recurse=False))), tuple(whole)
+    whole = [item for item in given if isinstance(item, nn.Module)]
+    return with_submodules(whole, [item for item in given if isinstance(item, nn.Parameter)])
 
 
 def _device(device_id: int | str | torch.device | None, mesh: DeviceMesh | None) -> torch.device | None:

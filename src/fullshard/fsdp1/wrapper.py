@@ -956,11 +956,10 @@ def _add_full_precision_units(plan: Plan, module: nn.Module, given: FSDP1Argumen
     """Add modules that mixed precision leaves out (batch norms) to the plan, each as a unit. Return their names and dtypes."""
     mixed = given.mixed_precision
     classes = () if mixed is None else _torch.left_out_of(mixed)
-    left_out = set(map(id, given.left_out))
     kept: dict[str, torch.dtype] = {}
     for name in plan.outline.kinds:
         inner = module.get_submodule(name)
-        if name and isinstance(inner, classes) and id(inner) not in left_out:
+        if name and isinstance(inner, classes) and inner not in given.left_out:
             if not any(name in unit.modules for unit in plan.units):
                 plan.add(name)
             kept[name] = own_dtype(inner)

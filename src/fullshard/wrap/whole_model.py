@@ -66,7 +66,7 @@ def plan_model(
     if not isinstance(model, nn.Module):
         raise ValueError(f"Expected a model as nn.Module, got {type(model).__name__}.")
     check_policy(policy)
-    skipped, ignored = _left_out(ignored_modules, ignored_params)
+    skipped, ignored = with_submodules(ignored_modules, ignored_params)
     inside = [name for name, module in children_first(model) if unit_of(module) is not None and module not in skipped]
     if inside:
         names = [clean_name(name) or "(model)" for name in inside]
@@ -104,7 +104,7 @@ def plan_model(
     return Plan(outline, planned)
 
 
-def _left_out(
+def with_submodules(
     modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
 ) -> tuple[dict[nn.Module, None], list[nn.Parameter]]:
     """Return `modules` and all their submodules, and `parameters` and those of these modules."""
@@ -213,7 +213,7 @@ def shard_model(
         >>> print(plan)                                                                       # doctest: +SKIP
         >>> plan = plan_model(model); plan.drop("lm_head"); shard_model(model, mesh, plan)    # doctest: +SKIP
     """
-    skipped, ignored = _left_out(ignored_modules, ignored_params)
+    skipped, ignored = with_submodules(ignored_modules, ignored_params)
     plan = plan_model(model, policy, ignored_modules=skipped, ignored_params=ignored)
     check_options([options, *(unit.options for unit in plan.units)])
     warn_about_mixtures(plan.mixtures(), strict=strict)
