@@ -77,12 +77,12 @@ class _Survey:
         self._model, self._skipped, self._ignored = model, skipped, ignored
         self._names = {module: name for name, module in children_first(model)}
         self._lists: dict[nn.Module, nn.Module] = {}  # module -> the list that contains it
-        self._registrations: Counter[int] = Counter()  # id of a parameter -> number of modules that register it
+        self._registered_on: dict[int, set[nn.Module]] = {}  # id of a parameter -> modules that register it
         self._no_split: set[str] = set()  # names of classes that must not be split
         for module in self._names:
             self._no_split.update(getattr(module, "_no_split_modules", None) or ())
-            for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                self._registrations[id(parameter)] += 1
+            for parameter in module.parameters(recurse=False):
+                self._registered_on.setdefault(id(parameter), set()).add(module)
             for own, child in module.named_children():
                 if isinstance(child, _LIST_CLASSES) and _is_selected_from(module, own):
                     self._skipped.update(child.modules())
@@ -179,10 +179,11 @@ class _Survey:
             size = self.nbytes(module)
             if module not in tables or not (size >= least or (together and size >= least / 4)):
                 continue
+            names = [self._names[module]]
             before = row[at - 1] if at and isinstance(module, nn.Linear) else None
-            along = before is not None and "norm" in type(before).__name__.lower() and self._is_untied(before)
-            names = tuple(self._names[one] for one in (before, module) if one is not None and (along or one is module))
-            units.append(PlannedUnit(names, "as large as a block" if size >= least else "large together"))
+            if before is not None and "norm" in type(before).__name__.lower() and self._is_untied(before):
+                names.insert(0, self._names[before])
+            units.append(PlannedUnit(tuple(names), "as large as a block" if size >= least else "large together"))
         return units
 
     def _tables_and_norms(self, taken: set[nn.Module]) -> list[nn.Module]:
@@ -219,8 +220,7 @@ class _Survey:
 
     def _is_untied(self, module: nn.Module) -> bool:
         """Return True if no parameter of `module` is registered on another module as well."""
-        inside = Counter(id(p) for _, p in module.named_parameters(recurse=False, remove_duplicate=False))
-        return all(self._registrations[key] == count for key, count in inside.items())
+        return all(len(self._registered_on[id(parameter)]) == 1 for parameter in module.parameters(recurse=False))
 
 
 def _has_children(module: nn.Module) -> bool:

@@ -19,7 +19,6 @@ from fullshard.core import (
 )
 from fullshard.policies import (
     DIRECT_MIN_BYTES,
-    UNSET_GRAD_DTYPE,
     CommPolicy,
     Dtypes,
     GradDtype,
@@ -41,7 +40,7 @@ class PlanEntry:
     trainable: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grad_dtype: GradDtype = UNSET_GRAD_DTYPE
+    grad_dtype: GradDtype
 
 
 @dataclass(frozen=True, slots=True)
