@@ -47,20 +47,20 @@ class FSDP1Arguments:
     """
 
     module: nn.Module
-    process_group: Groups = None
-    sharding_strategy: ShardingStrategy | None = None
-    cpu_offload: CPUOffload | None = None
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    mixed_precision: MixedPrecision | None = None
-    ignored_modules: Iterable[nn.Module] | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    device_id: int | str | torch.device | None = None
-    sync_module_states: bool = False
-    forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    use_orig_params: bool = True
-    ignored_states: Iterable[Any] | None = None
-    device_mesh: DeviceMesh | None = None
+    process_group: Groups
+    sharding_strategy: ShardingStrategy | None
+    cpu_offload: CPUOffload | None
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision | None
+    ignored_modules: Iterable[nn.Module] | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | str | torch.device | None
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+    ignored_states: Iterable[Any] | None
+    device_mesh: DeviceMesh | None
 
     def __post_init__(self) -> None:
         _check_types(self)
