@@ -18,7 +18,6 @@ from fullshard.wrap.plan import PlannedUnit, has_forward
 _LIST_CLASSES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _TABLE_CLASSES = (nn.Linear, nn.Embedding, nn.EmbeddingBag)  # heads and embeddings; "tables" below means both
 _ROUTER_NAME = re.compile(r"(^|_)(router|gate|gating|selector)s?$")  # names of modules that select items of a sibling list
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class AutoPolicy:
 
     apart: float = 0.5
     tiny: float = 1 / 16
-    merged_bytes: int = 32 * _MIB
+    merged_bytes: int = 32 * 2**20
 
     def __post_init__(self) -> None:
         for name in ("apart", "tiny", "merged_bytes"):
