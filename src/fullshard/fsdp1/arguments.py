@@ -313,8 +313,7 @@ def materialize(managed: ManagedTensors, given: FSDP1Arguments) -> None:
     waiting = [module for module in managed.modules if id(module) not in left_out and is_on_meta(module)]
     name, communicator = type(managed.modules[-1]).__name__, Runtime.of(device, CommPolicy()).communicator
     ranks = Agreement(communicator, [resolve_mesh(given.mesh)], UnitName(name), "FullyShardedDataParallel()", name)
-    on_meta = torch.tensor([[bool(waiting)]], dtype=torch.uint8, device="cpu")
-    if not sync and ranks.first_unequal(on_meta) is not None:
+    if not sync and not ranks.all_equal(bytes([bool(waiting)])):
         raise ValueError(
             "Some ranks have this module on the meta device and others have values for it. Pass sync_module_states=True to "
             "broadcast the values of the first rank."
