@@ -21,7 +21,7 @@ _BEAT = 1.0  # seconds between two heartbeats
 
 
 class StoreRankGroup(Ranks):
-    """The threads of all ranks in one background save.
+    """The threads of all ranks in one background save, two ranks or more.
 
     Every rank increments a key in the store periodically (a heartbeat). The first rank checks the heartbeats of the others, and
     they check the heartbeat of the first rank. A lost rank is published in the store, so that no rank waits for it.
@@ -31,15 +31,12 @@ class StoreRankGroup(Ranks):
         """Connect to the store and start the heartbeat."""
         self._index, self._ranks = index, ranks
         # A reference that keeps the store of the process group alive: on one rank, this object is the server for all ranks.
-        self._default_store = _torch.default_store() if ranks > 1 else None
-        self._store: Any = None
-        if self._default_store is not None:
-            self._store = _torch.own_store(self._default_store, f"fullshard/save/{name}")
+        self._default_store: Any = _torch.default_store()
+        self._store: Any = _torch.own_store(self._default_store, f"fullshard/save/{name}")
         self._pause = max(0.5, ranks / 500)  # seconds between two requests of a rank; grows with the load of the store
         self._calls = 0  # calls of `run`: all ranks make the same calls in the same order
         self._stopped = threading.Event()
-        if self._store is not None:
-            threading.Thread(target=self._send_heartbeats, name="fullshard-save-beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="fullshard-save-beat", daemon=True).start()
 
     def _send_heartbeats(self) -> None:
         with suppress(Exception):  # the store is lost: `run` fails as well and raises the error
@@ -48,15 +45,12 @@ class StoreRankGroup(Ranks):
 
     def first_failure(self, failure: Exception | None) -> Exception | None:
         """Return a RuntimeError with the text of a rank that failed, or about a lost rank; None if no rank failed."""
-        if self._store is None:
-            text = None if failure is None else str(failure) or type(failure).__name__
-        else:
-            try:
-                text = self._wait_for_ranks(failure)
-            except Exception as lost:
-                raise RuntimeError(
-                    f"The store of the process group does not respond. The process that hosts it may have ended: {lost}"
-                ) from (failure or lost)
+        try:
+            text = self._wait_for_ranks(failure)
+        except Exception as lost:
+            raise RuntimeError(
+                f"The store of the process group does not respond. The process that hosts it may have ended: {lost}"
+            ) from (failure or lost)
         return None if text is None else RuntimeError(text)
 
     def _wait_for_ranks(self, failure: Exception | None) -> str | None:
@@ -96,19 +90,16 @@ class StoreRankGroup(Ranks):
         """Stop the heartbeat and release the store. The first rank waits for the others."""
         # The first rank may host the store: if it left earlier, the last requests of the others would fail.
         try:
-            if self._store is not None:
-                closed = self._store.add("closed", 1)  # number of ranks that called `close`
-                until = time.monotonic() + PATIENCE
-                while self._index == 0 and closed < self._ranks and time.monotonic() < until:
-                    time.sleep(0.05)
-                    closed = self._store.add("closed", 0)
-                if self._index == 0 and closed == self._ranks:
-                    calls, ranks = range(self._calls), range(self._ranks)
-                    keys = [
-                        f"{call}/{what}" for call in calls for what in ("here", "failed", *(f"here/{rank}" for rank in ranks))
-                    ]
-                    for key in [*keys, *(f"beat/{rank}" for rank in ranks), "gone", "closed"]:
-                        self._store.delete_key(key)
+            closed = self._store.add("closed", 1)  # number of ranks that called `close`
+            until = time.monotonic() + PATIENCE
+            while self._index == 0 and closed < self._ranks and time.monotonic() < until:
+                time.sleep(0.05)
+                closed = self._store.add("closed", 0)
+            if self._index == 0 and closed == self._ranks:
+                calls, ranks = range(self._calls), range(self._ranks)
+                keys = [f"{call}/{what}" for call in calls for what in ("here", "failed", *(f"here/{rank}" for rank in ranks))]
+                for key in [*keys, *(f"beat/{rank}" for rank in ranks), "gone", "closed"]:
+                    self._store.delete_key(key)
         except Exception as failure:
             warnings.warn(f"The store of the process group does not respond at the end of a save: {failure}", stacklevel=2)
         finally:

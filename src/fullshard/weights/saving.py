@@ -153,8 +153,8 @@ def save_weights(  # type: ignore[misc]
         return None if step is None else Steps(directory, step, keep)
 
     tensors = tensors_of(model, prepare=lambda unit: unit.reshard(doing="save_weights()"))
-    steps = tensors.agreement("save_weights()").run(checked_steps)
     live, group = tensors, tensors.agreement("save_weights()")
+    steps = group.run(checked_steps)
     tensors = from_first_rank(group.run(lambda: live if weights is None else weights.over(live)))
     group.run(join_saves)
     check_values(model, tensors, "save_weights()")
@@ -176,7 +176,9 @@ def save_weights(  # type: ignore[misc]
     local = {entry.target.name: entry.local for entry in tensors.entries}
     rows = RowWriter(group, local, writer, limit, in_background=background)
     # All ranks connect before any of them continues, because connecting to a store whose process has ended blocks for minutes.
-    store_group = group.run(lambda: StoreRankGroup(token, group.index, len(group.ranks))) if background else None
+    store_group = None
+    if background and len(group.ranks) > 1:
+        store_group = group.run(lambda: StoreRankGroup(token, group.index, len(group.ranks)))
 
     def check_shared() -> None:
         if not replacement.path.is_dir():
@@ -218,7 +220,7 @@ def save_weights(  # type: ignore[misc]
         group.run(lambda: replacement.add(extra if is_first else None))
         if each_rank is not None:
             group.run(lambda: replacement.add(each_rank, "each_rank"))
-        if store_group is None:
+        if not background:
             return finish()
     except BaseException:
         discard()
