@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.core import Agreement, CollectiveCall, group_of
+from fullshard.core import Agreement, group_of
 
 P = TypeVar("P")
 
@@ -97,6 +97,8 @@ class Exchange:
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         """Start to send and receive values. Return a function that waits for them; until it was called, start nothing else."""
+        if not self._group.groups:  # a single rank
+            return lambda: None
         device = self._group.device
         sends, receives = (sorted(messages, key=attrgetter("rank")) for messages in (sends, receives))
         # Pack on the device of the values, so that one copy moves all of them to the device of the process group.
@@ -106,7 +108,10 @@ class Exchange:
             self.sent += send.nbytes
         incoming, in_sizes = self._buffer("in", device, receives)
         sent = [outgoing.to(device)]  # kept until the call is over
-        call = _start_all_to_all(self._group, incoming, sent[0], in_sizes, out_sizes)
+        first, axis = next(iter(self._group.groups.items()))
+        group = group_of(self._group.ranks, first)
+        start = partial(dist.all_to_all_single, incoming, sent[0], in_sizes, out_sizes, group=group, async_op=True)
+        call = self._group.send(axis, group, [incoming], start, wait=False)
 
         def finish() -> None:
             call.wait()
@@ -125,20 +130,6 @@ class Exchange:
             sizes[one.rank] += padded(one.nbytes)
         staging = self._buffers.setdefault((which, device), StagingBuffer(device))
         return staging.take([((sum(sizes),), torch.uint8)])[0], sizes
-
-
-def _start_all_to_all(
-    ranks: Agreement, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-) -> CollectiveCall:
-    """Start to exchange parts of 1-D tensors, on `ranks.device`, between all ranks. Return the call, to be waited for.
-
-    Sizes are in elements, one per rank, in rank order.
-    """
-    first, axis = next(iter(ranks.groups.items()))
-    group = group_of(ranks.ranks, first)
-    parts = received, sent, list(received_sizes), list(sent_sizes)
-    start = partial(dist.all_to_all_single, *parts, group=group, async_op=True)
-    return ranks.send(axis, group, [received], start, wait=False)
 
 
 def _places(memory: Tensor, tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:

@@ -31,9 +31,8 @@ class Receiver:
         self._to, self._index = tensors.ranks.index(to), tensors.index
         group = tensors.agreement(doing)
         self._device = group.device
-        self._exchanges = deque(Exchange(group) for _ in range(at_once)) if len(tensors.ranks) > 1 else None
-        if self._exchanges is not None:
-            group.barrier()  # the exchanges that follow carry no tags: ranks whose options differ diverge here
+        self._exchanges = deque(Exchange(group) for _ in range(at_once))
+        group.barrier()  # the exchanges that follow carry no tags: ranks whose options differ diverge here
 
     @torch.no_grad()
     def start(self, entries: Sequence[ModelEntry], dtype: torch.dtype | None) -> Callable[[], dict[str, Tensor]]:
@@ -60,15 +59,14 @@ class Receiver:
                         receives.append(Message(sender, place, kept))
                 elif sender == self._index:
                     sends.append(Message(self._to, entry.local.view(box.shape), kept))
-        exchange = None if self._exchanges is None else self._exchanges.popleft()
-        arrive = None if exchange is None else exchange.start(sends, receives)
+        exchange = self._exchanges.popleft()
+        arrive = exchange.start(sends, receives)
         if own:
             torch._foreach_copy_([place for place, _ in own], [value for _, value in own])
 
         def finish() -> dict[str, Tensor]:
-            if arrive is not None and exchange is not None and self._exchanges is not None:
-                arrive()
-                self._exchanges.append(exchange)
+            arrive()
+            self._exchanges.append(exchange)
             return full
 
         return finish
