@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -25,7 +26,6 @@ from fullshard.weights.key_map import ComputedTensor, MappedTensor
 from fullshard.weights.targets import ModelEntry, ModelTensors
 from fullshard.weights.transfer import Reader, Transfer
 
-_KINDS = ("positions/", "values/", "full/")  # prefixes of names in a file
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -61,9 +61,9 @@ class Changes:
             path: of the file, which is replaced if it exists.
         """
         place = Path(path)
-        tensors = {f"{_KINDS[0]}{name}": positions for name, (positions, _) in self.elements.items()}
-        tensors |= {f"{_KINDS[1]}{name}": values for name, (_, values) in self.elements.items()}
-        tensors |= {f"{_KINDS[2]}{name}": value for name, value in self.full.items()}
+        tensors = {f"positions/{name}": positions for name, (positions, _) in self.elements.items()}
+        tensors |= {f"values/{name}": values for name, (_, values) in self.elements.items()}
+        tensors |= {f"full/{name}": value for name, value in self.full.items()}
         tensors = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
         infos = [TensorInfo(name, one.dtype, tuple(one.shape)) for name, one in tensors.items()]
         fresh = place.with_name(f".{place.name}.{uuid4().hex[:8]}.new")
@@ -98,15 +98,10 @@ class Changes:
             if {"base", "digest", "shapes"} - set(header.metadata):
                 raise ValueError(f"{path} has no changes between versions: its header names no base. Read what changes wrote.")
             found = read_tensors(header.tensors, files)
-        changes = cls(header.metadata["base"], header.metadata["digest"])
-        changes.shapes = {name: tuple(shape) for name, shape in json.loads(header.metadata["shapes"]).items()}
-        for name, tensor in found.items():
-            kind = next(one for one in _KINDS if name.startswith(one))
-            if kind == _KINDS[0]:
-                changes.elements[name.removeprefix(kind)] = tensor, found[_KINDS[1] + name.removeprefix(kind)]
-            elif kind == _KINDS[2]:
-                changes.full[name.removeprefix(kind)] = tensor
-        return changes
+        shapes = {name: tuple(shape) for name, shape in json.loads(header.metadata["shapes"]).items()}
+        elements = {name: (found[f"positions/{name}"], found[f"values/{name}"]) for name in shapes}
+        full = {name.removeprefix("full/"): tensor for name, tensor in found.items() if name.startswith("full/")}
+        return cls(header.metadata["base"], header.metadata["digest"], elements, full, shapes)
 
     @torch.no_grad()
     def apply(self, state: Mapping[str, Tensor], base: str) -> str:
@@ -149,11 +144,8 @@ class Changes:
 def read_tensors(tensors: Sequence[FileTensor], files: OpenFiles) -> dict[str, Tensor]:
     """Read whole tensors of files, by name."""
     found = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in tensors}
-    reader = Reader(files, threads=4)
-    try:
+    with closing(Reader(files, threads=4)) as reader:
         reader.run([Transfer(one.file, one.offset, found[one.name]) for one in tensors if one.nbytes])
-    finally:
-        reader.close()
     return found
 
 
@@ -171,13 +163,14 @@ def find_changes(
     mine = group.run(lambda: {name: _changed_here(one, before, after, rank, receiver) for name, one in mapped.items()})
     layout = Struct(f"<{len(mine)}q")
     gathered = group.gather_bytes(layout.pack(*(len(positions) for positions, _ in mine.values())), at_most=layout.size)
-    by_rank = {at: layout.unpack(gathered[one]) for at, one in enumerate(new.ranks)}
+    counts = [layout.unpack(one) for one in gathered.values()]  # by rank, of each tensor
     changes, full = Changes(), []
     sends: list[Message] = []
     receives: list[Message] = []
     for at, (name, one) in enumerate(mapped.items()):
         positions, values = mine[name]
-        total = sum(each[at] for each in by_rank.values())
+        sizes = [each[at] for each in counts]
+        total = sum(sizes)
         if (
             any(isinstance(piece.source, ComputedTensor) for piece in one.pieces)
             or total * (positions.itemsize + values.itemsize) >= prod(one.shape) * values.itemsize
@@ -186,19 +179,15 @@ def find_changes(
         elif total and rank == receiver:
             every = positions.new_empty(total), values.new_empty(total)
             changes.elements[name], changes.shapes[name] = every, mapped[name].shape
-            begin = 0
-            for source, size in ((source, each[at]) for source, each in by_rank.items()):
-                for whole, own in zip(every, (positions, values)):
-                    part = whole[begin : begin + size]
+            for source, parts in enumerate(zip(*(whole.split(sizes) for whole in every))):
+                for part, own in zip(parts, (positions, values)):
                     if source == rank:
                         part.copy_(own)
-                    elif size:
+                    elif part.numel():
                         receives.append(Message(source, part, part.dtype))
-                begin += size
         elif total and len(positions):
             sends += [Message(receiver, tensor, tensor.dtype) for tensor in (positions, values)]
-    if len(new.ranks) > 1:
-        Exchange(group).run(sends, receives)
+    Exchange(group).run(sends, receives)
     return changes, [name for name in full if prod(mapped[name].shape)]
 
 
