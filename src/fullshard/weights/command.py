@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.weights.commit import left_over as unfinished
-from fullshard.weights.commit import left_over_text
+from fullshard.weights.commit import left_over
 from fullshard.weights.converting import convert_weights, other_files
 from fullshard.weights.headers import (
     NAMES,
@@ -34,10 +33,11 @@ from fullshard.wrap.tables import aligned, bytes_text
 _READ_NBYTES = 64 << 20  # of a tensor at a time
 
 
-def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bool = False) -> str:
+def checkpoint_tables(source: str, headers: Sequence[Header], *, all_tensors: bool = False) -> str:
     """Return tables of the tensors and files of a checkpoint."""
+    tensors = [tensor for header in headers for tensor in header.tensors]
     rows: dict[tuple[str, str, tuple[int, ...]], list[FileTensor]] = {}
-    for tensor in (tensor for header in headers for tensor in header.tensors):
+    for tensor in tensors:
         # A part of a name between dots that is a number becomes a star: layers.3.weight -> layers.*.weight.
         name = tensor.name if all_tensors else re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.name)
         rows.setdefault((name, NAMES[tensor.dtype], tensor.shape), []).append(tensor)
@@ -49,7 +49,6 @@ def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bo
     for header in headers:
         metadata = ", ".join(f"{key}: {value}" for key, value in header.metadata.items())
         files.append((Path(header.file).name, str(len(header.tensors)), bytes_text(header.identity.nbytes), metadata[:60]))
-    tensors = [tensor for header in headers for tensor in header.tensors]
     dtypes = Counter[str]()
     for tensor in tensors:
         dtypes[NAMES[tensor.dtype]] += tensor.numel
@@ -60,10 +59,8 @@ def checkpoint_tables(source: Any, headers: Sequence[Header], *, all_tensors: bo
     return "\n".join([*lines, *leftovers(source)])
 
 
-def leftovers(source: Any) -> list[str]:
+def leftovers(source: str) -> list[str]:
     """Return a line for each leftover: weights files that the index does not list, and an unfinished save."""
-    if not isinstance(source, (str, os.PathLike)):
-        return []
     path = Path(os.path.abspath(source))
     found = []
     if path.is_dir():
@@ -72,13 +69,11 @@ def leftovers(source: Any) -> list[str]:
         found += [
             f"left over: {one.name}, which no index lists" for one in sorted(path.glob("*.safetensors")) if one.name not in used
         ]
-    left = unfinished(path)
-    if left is not None:
-        found.append(f"left over: {left_over_text(left)}")
-    return found
+    left = left_over(path)
+    return found if left is None else [*found, f"left over: {left}"]
 
 
-def problems(source: Any, *, values: bool = True) -> tuple[list[str], list[Header]]:
+def problems(source: str | os.PathLike[str], *, values: bool = True) -> tuple[list[str], list[Header]]:
     """Return the faults of a checkpoint, one text each, and the headers that can be read.
 
     `values`: also read all tensors and look for NaN and infinity.

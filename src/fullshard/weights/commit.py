@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fullshard.weights.headers import SINGLE
-from fullshard.weights.inside import move_in, name_in_place, remove_old, sync, why_not_replaceable
+from fullshard.weights.inside import link, move_in, name_in_place, remove_old, sync, why_not_replaceable
 from fullshard.weights.layout import CheckpointLayout, index_of, is_weights, may_be_weights
 
 Extra = Mapping[str, str | bytes | os.PathLike[str]] | Callable[[Path], object]
@@ -286,9 +286,9 @@ class Replacement:
             if may_be_weights(entry.name) and not is_folder:
                 self.others += (entry.name,)
             if is_folder and not self._keeps_directory:
-                shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+                shutil.copytree(entry, target, symlinks=True, copy_function=link)
             elif not self._keeps_directory:
-                _link(entry, target)
+                link(entry, target)
         if self._keeps_directory:
             return
         status = os.stat(self.directory)
@@ -475,8 +475,8 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def left_over(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the staging folder of an unfinished save to this directory, or None if there is none or the save is running."""
+def left_over(directory: str | os.PathLike[str]) -> str | None:
+    """Say what an unfinished save to this directory left, without a final period. None if nothing, or the save is running."""
     path = Path(os.path.realpath(directory))
     for staging in (staging_path(path), staging_path(path, inside=True)):
         with suppress(OSError):  # no folder or no owner, or a file system without locks
@@ -490,7 +490,10 @@ def left_over(directory: str | os.PathLike[str]) -> Path | None:
         with suppress(OSError):
             # An empty folder: a save is starting or ending at this moment.
             if any(not entry.name.startswith(_OWNER) for entry in staging.iterdir()):
-                return staging
+                finished = _finished_saves(staging)
+                if finished:
+                    return f"{staging / finished[0]} is a complete checkpoint that a save could not move into place"
+                return f"{staging} is left over from an unfinished save"
     return None
 
 
@@ -498,15 +501,7 @@ def warn_of_leftover(source: object) -> None:
     """Warn if the directory has leftovers of an unfinished save."""
     left = left_over(source) if isinstance(source, (str, os.PathLike)) else None
     if left is not None:
-        warnings.warn(f"{left_over_text(left)}. {source} is complete without it.", stacklevel=2)
-
-
-def left_over_text(staging: Path) -> str:
-    """Return a description of the staging folder of an unfinished save, without a final period."""
-    finished = _finished_saves(staging)
-    if finished:
-        return f"{staging / finished[0]} is a complete checkpoint that a save could not move into place"
-    return f"{staging} is left over from an unfinished save"
+        warnings.warn(f"{left}. {source} is complete without it.", stacklevel=2)
 
 
 # --- files of other programs ---
@@ -569,16 +564,3 @@ def exchange(one: Path, other: Path) -> None:
     if rename is None or rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
         code = ctypes.get_errno() or errno.ENOSYS
         raise OSError(code, f"{os.strerror(code)}: {one} and {other} cannot be exchanged")
-
-
-def _link(source: str | Path, place: str | Path) -> None:
-    """Create a hard link to a file, or copy it if the file system has no hard links."""
-    with suppress(FileNotFoundError):  # another program removed the file
-        try:
-            os.link(source, place, follow_symlinks=False)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            mode = os.lstat(source).st_mode
-            if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or pipe of a running program cannot be copied
-                shutil.copy2(source, place, follow_symlinks=False)

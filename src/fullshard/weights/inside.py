@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Container
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -74,10 +75,7 @@ def _replace_file(entry: Path, target: Path, backup: Path, undo: ExitStack) -> N
     existed = os.path.lexists(target)
     if existed:
         backup.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(target, backup, follow_symlinks=False)
-        except OSError:  # a file system without links
-            shutil.copy2(target, backup, follow_symlinks=False)
+        link(target, backup)
     os.replace(entry, target)
     if existed:
         undo.callback(_move_back, backup, target)
@@ -106,6 +104,19 @@ def remove_old(directory: Path, names: Container[str], single: str) -> None:
         for name in os.listdir(directory):
             if is_weights(name, single) and name not in names:
                 os.unlink(directory / name)
+
+
+def link(source: str | Path, place: str | Path) -> None:
+    """Create a hard link to a file, or copy it if the file system has no hard links."""
+    with suppress(FileNotFoundError):  # another program removed the file
+        try:
+            os.link(source, place, follow_symlinks=False)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            mode = os.lstat(source).st_mode
+            if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or pipe of a running program cannot be copied
+                shutil.copy2(source, place, follow_symlinks=False)
 
 
 def sync(path: Path) -> None:
