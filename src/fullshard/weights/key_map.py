@@ -275,13 +275,11 @@ Named = tuple[str, MappedTensor]
 
 def _replace_each(pattern: str, state: State, make: Callable[[MappedTensor, re.Match[str]], Iterable[Named]]) -> State:
     """Replace each tensor whose whole name matches by the tensors that `make` returns."""
-
-    def tensors() -> Iterable[Named]:
-        for name, tensor in state.items():
-            match = re.fullmatch(pattern, name)
-            yield from [(name, tensor)] if match is None else make(tensor, match)
-
-    return _build_state(tensors())
+    tensors: list[Named] = []
+    for name, tensor in state.items():
+        match = re.fullmatch(pattern, name)
+        tensors += [(name, tensor)] if match is None else make(tensor, match)
+    return _build_state(tensors)
 
 
 def _split(rule: Split, tensor: MappedTensor, match: re.Match[str]) -> Iterable[Named]:
@@ -316,16 +314,14 @@ def _replace_sets(state: State, sets: Sets, make: Callable[[str, Sequence[Mapped
     """Replace each set of tensors by the one that `make` returns."""
     combined = {first: (to, parts) for first, to, parts in sets}
     replaced = {part for _, _, parts in sets for part in parts}
-
-    def tensors() -> Iterable[Named]:
-        for name, tensor in state.items():
-            if name in combined:
-                to, parts = combined[name]
-                yield to, make(to, [state[part] for part in parts])
-            elif name not in replaced:
-                yield name, tensor
-
-    return _build_state(tensors())
+    tensors: list[Named] = []
+    for name, tensor in state.items():
+        if name in combined:
+            to, parts = combined[name]
+            tensors.append((to, make(to, [state[part] for part in parts])))
+        elif name not in replaced:
+            tensors.append((name, tensor))
+    return _build_state(tensors)
 
 
 def _sets(rule: Merge | Convert, state: State) -> Sets:
@@ -389,7 +385,7 @@ def _convert(rule: Convert, name: str, inputs: Sequence[MappedTensor]) -> Mapped
     return MappedTensor.of(ComputedTensor(name, out.dtype, tuple(out.shape), tuple(inputs), rule.function))
 
 
-def _build_state(tensors: Iterable[tuple[str, MappedTensor]]) -> State:
+def _build_state(tensors: Iterable[Named]) -> State:
     """Return the tensors by name. Raise MapError for a name that is given twice or reserved by the file format."""
     state: State = {}
     for name, tensor in tensors:
