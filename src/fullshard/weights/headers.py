@@ -210,25 +210,21 @@ class Header:
 def read_header(path: str, files: OpenFiles) -> Header:
     """Read and check the header of a file, without its data."""
     descriptor = files.file(path)
-    try:
-        status = os.fstat(descriptor)
-        begin = _read(descriptor, 8, 0, path)
-        length = int.from_bytes(begin, "little")
-        if length > MAX_HEADER_BYTES:
-            # Checked before the bytes are read: a file of another format would request a huge amount of memory.
-            raise BadFile(
-                f"{path}: expected a header of at most {MAX_HEADER_BYTES:,} bytes, got {length:,}. "
-                "This is not a safetensors file."
-            )
-        text = _read(descriptor, length, 8, path)
-    except OSError as failure:
-        raise BadFile(f"{path}: {failure.strerror}") from failure
+    status = os.fstat(descriptor)
+    begin = _read(descriptor, 8, 0, path)
+    length = int.from_bytes(begin, "little")
+    if length > MAX_HEADER_BYTES:
+        # Checked before the bytes are read: a file of another format would request a huge amount of memory.
+        raise BadFile(
+            f"{path}: expected a header of at most {MAX_HEADER_BYTES:,} bytes, got {length:,}. This is not a safetensors file."
+        )
+    text = _read(descriptor, length, 8, path)
     digest = hashlib.sha256(begin + text).hexdigest()
     identity = FileIdentity(status.st_size, status.st_mtime_ns, status.st_ino, 8 + length, digest)
     return Header(path, *parse_header(path, text, status.st_size), identity)
 
 
-def _read(descriptor: int, nbytes: int, offset: int, path: str) -> bytes:
+def _read(descriptor: int, nbytes: int, offset: int, path: str | Path) -> bytes:
     size = os.fstat(descriptor).st_size
     if offset + nbytes > size:
         raise BadFile(
@@ -237,7 +233,10 @@ def _read(descriptor: int, nbytes: int, offset: int, path: str) -> bytes:
         )
     found = bytearray()
     while len(found) < nbytes:
-        part = os.pread(descriptor, nbytes - len(found), offset + len(found))
+        try:
+            part = os.pread(descriptor, nbytes - len(found), offset + len(found))
+        except OSError as failure:
+            raise BadFile(f"{path}: {failure.strerror}") from failure
         if not part:
             raise BadFile(f"{path}: truncated while it was read, at byte {offset + len(found):,}.")
         found += part
@@ -403,12 +402,10 @@ def files_of(source: Any, files: OpenFiles) -> tuple[list[str], Index | None]:
 def _files_of_index(path: Path, files: OpenFiles) -> tuple[list[str], Index]:
     try:
         descriptor = files.file(path)
-        entry = json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8"))
+        entry = json.loads(_read(descriptor, os.fstat(descriptor).st_size, 0, path).decode("utf-8"))
         names = dict(entry["weight_map"])
     except BadFile:
         raise
-    except OSError as failure:
-        raise BadFile(f"{path}: {failure.strerror}") from failure
     except (ValueError, KeyError, TypeError, RecursionError) as failure:
         raise BadFile(f"{path} is not an index: expected a weight_map from tensors to files ({failure}).") from failure
     for name, file in names.items():
