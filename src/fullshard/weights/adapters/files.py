@@ -37,14 +37,12 @@ def follow(directory: str | os.PathLike[str], state: dict[str, Tensor], base: st
         ...     digest = follow("weights", state, digest)
     """
     folder = Path(directory)
-    for attempt in range(ATTEMPTS):
+    for _ in range(ATTEMPTS - 1):
         try:
             return _follow(folder, state, base)
         except (FileNotFoundError, BadFile):  # a save that keeps few checkpoints may have removed what is read here
-            if attempt == ATTEMPTS - 1:
-                raise
             time.sleep(PAUSE)
-    raise AssertionError
+    return _follow(folder, state, base)
 
 
 def _follow(folder: Path, state: dict[str, Tensor], base: str) -> str:

@@ -59,7 +59,10 @@ class ShardSource(base.WeightSource):
     @cached_property
     def metadata(self) -> list[Any]:
         """Name, dtype, shape, owners, mesh and placements of each tensor."""
-        return [_layout(one) if self._takes(one) else _replicated(one) for one in self._publication.tensors]
+        return [
+            _layout(one) if self._takes(one) else base.ParamMeta(one.name, one.dtype, one.shape)
+            for one in self._publication.tensors
+        ]
 
     def iter_local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield shards, or full tensors. Collective."""
@@ -105,10 +108,6 @@ def patches(changes: Changes) -> list[Any]:
         positions = torch.arange(full.numel(), dtype=torch.int32, device=full.device)
         found[name] = positions, full.flatten(), tuple(full.shape)
     return [SparseWeightPatch(name, *patch) for name, patch in found.items()]
-
-
-def _replicated(one: PublishedTensor) -> Any:
-    return base.ParamMeta(one.name, one.dtype, one.shape)
 
 
 def _layout(one: PublishedTensor) -> Any:
