@@ -118,7 +118,7 @@ class Publication:
     def __init__(self, model: nn.Module, rules: KeyMap, dtype: torch.dtype | None, keep: int, adapters_only: bool) -> None:
         self._model, self._rules, self._dtype, self._adapters_only = model, rules, dtype, adapters_only
         self._versions: deque[Version] = deque(maxlen=keep)
-        self._token, self._count = "", 0
+        self._count = 0
         group = tensors_of(model).agreement("publish()")
         now = group.run(lambda: self._now(model, "publish()"))
         check_values(model, now, "publish()")
@@ -131,7 +131,6 @@ class Publication:
             )
         self._token = group.first_rank_bytes(uuid4().hex.encode()).decode()
         self._note(now)
-        self._described = _described(now)
 
     def _descriptions(self, now: ModelTensors) -> tuple[PublishedTensor, ...]:
         shapes = {one.names[0]: one.local.to("meta", cast_dtype(one.local.dtype, self._dtype)) for one in now.entries}
@@ -195,7 +194,7 @@ class Publication:
         def prepare() -> _Prepared:
             check_int("step", step, least=0)
             now = self._now(self._model, doing)
-            if _described(now) != self._described:
+            if _described(now) != _described(self._known):
                 raise StateError(f"{doing}: tensors of the model were added, removed or changed since publish(). Publish anew.")
             return now, *self._allocated(now)
 

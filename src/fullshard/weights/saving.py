@@ -235,7 +235,7 @@ def _outputs(
 ) -> tuple[CheckpointLayout, list[tuple[FileTensor, MappedTensor]]]:
     """Return the layout of the files, and (place in a file, values from tensors of the model) for each tensor in them."""
     tensors.check_not_on_meta()
-    mapped = map_keys(key_map, {entry.names[0]: MappedTensor.of(entry.target) for entry in tensors.entries})
+    mapped = map_keys(key_map, tensors.state)
     for name, one in mapped.items():
         if any(isinstance(piece.source, ComputedTensor) for piece in one.pieces):
             raise ValueError(
