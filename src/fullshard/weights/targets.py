@@ -174,16 +174,14 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
             unit.refresh()
     mesh = _mesh_of_all(units)
     ranks = (0,) if mesh is None else tuple(sorted(mesh.mesh.flatten().tolist()))
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
+    names_of: dict[Tensor, list[str]] = {}
     for name, tensor in _named(model):
-        names.setdefault(id(tensor), []).append(clean_name(name))
-        tensors[id(tensor)] = tensor
+        names_of.setdefault(tensor, []).append(clean_name(name))
     unsharded = {id(p.unsharded): p for unit in units for p in unit.parameters if p.unsharded is not None}
     shard_maps: dict[object, ShardMap] = {}  # one for all tensors with equal shards
     entries: list[ModelEntry] = []
-    for key, tensor in tensors.items():
-        found = [unsharded[key]] if key in unsharded else logical_parameters([tensor])
+    for tensor, names in names_of.items():
+        found = [unsharded[id(tensor)]] if id(tensor) in unsharded else logical_parameters([tensor])
         parameter = found[0] if found else None
         if parameter is not None:
             assert mesh is not None
@@ -192,14 +190,14 @@ def tensors_of(model: nn.Module, *, prepare: Callable[[Unit], None] | None = Non
             if geometry not in shard_maps:
                 shard_maps[geometry] = _shard_map_of(sharding, mesh, ranks)
         elif isinstance(tensor, DTensor):
-            raise StateError(f"'{names[key][0]}' is a DTensor that no unit manages. Call fully_shard() on its module.")
+            raise StateError(f"'{names[0]}' is a DTensor that no unit manages. Call fully_shard() on its module.")
         else:
             geometry = shape = tuple(tensor.shape)
             if geometry not in shard_maps:
                 shard_maps[geometry] = ShardMap(shape, (Box.whole(shape) if prod(shape) else None,) * len(ranks))
         dtype, shard_map = tensor.dtype if parameter is None else parameter.local.dtype, shard_maps[geometry]
-        target = ModelTensor(names[key][0], dtype, shard_map.shape, shard_map)
-        entries.append(ModelEntry(tuple(names[key]), target, parameter, tensor if parameter is None else None))
+        target = ModelTensor(names[0], dtype, shard_map.shape, shard_map)
+        entries.append(ModelEntry(tuple(names), target, parameter, tensor if parameter is None else None))
     return ModelTensors(tuple(entries), units, ranks, 0 if mesh is None else ranks.index(dist.get_rank()))
 
 
