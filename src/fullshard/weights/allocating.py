@@ -91,16 +91,15 @@ class AllocatedTensors:
                 shards = [parameter.local for parameter in unit.parameters]
                 values = [shard if shard.device.type != "meta" else torch.empty_like(shard, device=home) for shard in shards]
                 unit.rebuild_groups(values, unwritten)
-        # By id of the meta tensor, so that tied tensors stay tied. The value keeps the meta tensor alive: its id is not reused.
-        memory_of: dict[int, tuple[Tensor, Tensor]] = {}
+        memory_of: dict[Tensor, Tensor] = {}  # by meta tensor, so that tied tensors stay tied
         for module in model.modules():
             slots: tuple[dict[str, Any], ...] = _torch.parameters_of(module), _torch.buffers_of(module)
             for registry in slots:
                 on_meta = {name: one for name, one in registry.items() if one is not None and one.device.type == "meta"}
                 for name, tensor in on_meta.items():
-                    if id(tensor) not in memory_of:
-                        memory_of[id(tensor)] = tensor, _allocate_like(tensor, device)
-                    registry[name] = memory_of[id(tensor)][1]
+                    if tensor not in memory_of:
+                        memory_of[tensor] = _allocate_like(tensor, device)
+                    registry[name] = memory_of[tensor]
 
     def mark_remaining(self, written: Container[int]) -> None:
         """Mark those on meta that were not written, so that a forward raises instead of using memory without values."""
