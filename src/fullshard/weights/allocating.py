@@ -17,11 +17,7 @@ from fullshard.wrap.known_values import ConstantsMode, KnownValues, ValuesMode, 
 
 
 def built_buffers(model: nn.Module, build: Callable[[], nn.Module] | None) -> dict[str, Tensor]:
-    """Build a model on meta and return the values of its buffers.
-
-    Returns:
-        Values by buffer name, on the CPU, of the buffers that depend only on shapes and constants. Random buffers are left out.
-    """
+    """Build a model on meta. Return the values of buffers that depend only on shapes and constants, by name, on the CPU."""
     if build is None:
         return {}
     values = KnownValues()

@@ -169,10 +169,6 @@ _RUNNING: list[Saving[Any]] = []
 
 
 def join_saves() -> None:
-    """Wait for all running background saves.
-
-    Raises:
-        RuntimeError: if a save failed and its `wait()` was not called.
-    """
+    """Wait for all running background saves. Raise RuntimeError if one failed and its `wait()` was not called."""
     while _RUNNING:
         _RUNNING[0].wait()

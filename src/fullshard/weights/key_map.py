@@ -149,11 +149,7 @@ KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule]
 
 
 def map_keys(key_map: KeyMap, state: State, *, strict: bool = True, counts: dict[str, int] | None = None) -> State:
-    """Apply a key map to the tensors of a checkpoint.
-
-    Returns:
-        The resulting tensors by name.
-    """
+    """Apply a key map to the tensors of a checkpoint, and return the resulting tensors by name."""
     if key_map is None:
         return state
     if isinstance(key_map, Mapping):
