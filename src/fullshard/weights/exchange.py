@@ -30,7 +30,7 @@ def batches(parts: Iterable[P], limit: int, nbytes: Callable[[P], int]) -> Itera
     batch: list[P] = []
     total = 0
     for part in parts:
-        size = padded(nbytes(part))
+        size = nbytes(part)
         if batch and total + size > limit:
             yield batch
             batch, total = [], 0

@@ -145,6 +145,8 @@ def cast_dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 State = dict[str, MappedTensor]
 """Tensors by name, in order: a state dict before any data is read."""
 
+Named = tuple[str, MappedTensor]
+
 KeyMap = Mapping[str, str] | Callable[[str], str | None] | Rule | Sequence[Rule] | None
 
 
@@ -265,8 +267,6 @@ def natural_key(name: str) -> list[tuple[bool, str, int]]:
 
 
 # --- one tensor becomes several ---
-
-Named = tuple[str, MappedTensor]
 
 
 def _replace_each(pattern: str, state: State, make: Callable[[MappedTensor, re.Match[str]], Iterable[Named]]) -> State:

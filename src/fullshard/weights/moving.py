@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from fullshard.core import Agreement, UnitName
 from fullshard.weights.boxes import Box
-from fullshard.weights.exchange import Exchange, Message, StagingBuffer, batches
+from fullshard.weights.exchange import Exchange, Message, StagingBuffer, batches, padded
 from fullshard.weights.headers import FileTensor
 from fullshard.weights.key_map import ComputedTensor
 from fullshard.weights.plan import Link, Part, Plan, Round, partners, plan_inputs
@@ -62,7 +61,7 @@ class _Mover:
                 staged += [replace(part, rows=rows) for rows in part.rows.split_rows(part.nbytes, self._limit)]
             else:
                 straight.append(_transfer(part, memory))
-        found = batches(staged, 2 * self._limit, attrgetter("nbytes"))
+        found = batches(staged, 2 * self._limit, lambda part: padded(part.nbytes))
         return straight, [Round(tuple(batch), exchanged=False) for batch in found]
 
     def _shard_memory(self, part: Part) -> Tensor | None:

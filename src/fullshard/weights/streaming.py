@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +28,8 @@ from fullshard.core import (
 from fullshard.errors import StateError, check_bool, check_float_dtype, check_int
 from fullshard.weights.allocating import check_values
 from fullshard.weights.boxes import ModelTensor
-from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Source, cast_dtype, map_keys
+from fullshard.weights.exchange import batches
+from fullshard.weights.key_map import ComputedTensor, KeyMap, MappedTensor, Named, Source, State, cast_dtype, map_keys
 from fullshard.weights.receiver import Receiver
 from fullshard.weights.targets import ModelEntry, ModelTensors, OtherValues, tensors_of
 
@@ -96,7 +98,7 @@ def iter_full(
 
 def stream(
     tensors: ModelTensors,
-    mapped: dict[str, MappedTensor],
+    mapped: State,
     dtype: torch.dtype | None,
     *,
     to: To,
@@ -111,7 +113,8 @@ def stream(
     if bucket_bytes is None:
         on_cpu = all(unit.axis.device.type == "cpu" for unit in tensors.units)
         bucket_bytes = (8 << 20 if to == "all" else 64 << 20) if on_cpu else 512 << 20
-    planned = list(_buckets(mapped, bucket_bytes, dtype))
+    batched = batches(_clusters(mapped, dtype), bucket_bytes, itemgetter(1))
+    planned = [[output for cluster, _ in batch for output in cluster] for batch in batched]
     receiver = None
     if isinstance(to, int) and to is not dist.GroupMember.NON_GROUP_MEMBER and tensors.units:
         names = [[(name, one.shape) for name, one in outputs] for outputs in planned]
@@ -172,34 +175,22 @@ def _model_tensors(mapped: MappedTensor) -> Iterator[ModelTensor]:
                 yield from _model_tensors(one)
 
 
-def _buckets(state: dict[str, MappedTensor], limit: int, dtype: torch.dtype | None) -> Iterator[list[tuple[str, MappedTensor]]]:
-    """Group outputs into buckets that need about `limit` bytes of model tensors.
-
-    Outputs that share a model tensor are in one bucket, so each model tensor is all-gathered once.
-    """
+def _clusters(state: State, dtype: torch.dtype | None) -> Iterator[tuple[list[Named], int]]:
+    """Yield outputs that must share a bucket, so that each model tensor is gathered once, and the bytes of these tensors."""
     last: dict[str, int] = {}  # by model tensor: the last output that needs it
     outputs = list(state.items())
     for number, (_, mapped) in enumerate(outputs):
         last |= {source.name: number for source in _model_tensors(mapped)}
-    bucket: list[tuple[str, MappedTensor]] = []
-    cluster: list[tuple[str, MappedTensor]] = []  # outputs that must share a bucket
-    bucket_bytes = 0  # of the model tensors that `bucket` needs
-    cluster_bytes: dict[str, int] = {}  # of those that `cluster` needs
+    cluster: list[Named] = []
+    cluster_bytes: dict[str, int] = {}  # of the model tensors that `cluster` needs
     for number, output in enumerate(outputs):
         cluster.append(output)
         for source in _model_tensors(output[1]):
             cluster_bytes[source.name] = source.numel * cast_dtype(source.dtype, dtype).itemsize
         if any(last[name] > number for name in cluster_bytes):
             continue  # a later output needs one of these tensors: the cluster is not complete
-        nbytes = sum(cluster_bytes.values())
-        if bucket and bucket_bytes + nbytes > limit:
-            yield bucket
-            bucket, bucket_bytes = [], 0
-        bucket += cluster
-        bucket_bytes += nbytes
+        yield cluster, sum(cluster_bytes.values())
         cluster, cluster_bytes = [], {}
-    if bucket:
-        yield bucket
 
 
 # --- collectives ---
@@ -300,7 +291,7 @@ class _Bucket:
 
     def __init__(
         self,
-        outputs: Sequence[tuple[str, MappedTensor]],
+        outputs: Sequence[Named],
         entries: dict[str, ModelEntry],
         dtype: torch.dtype | None,
         receiver: Receiver | None,
