@@ -205,7 +205,7 @@ def _changed_here(
         replicas = shards.ranks_by_box[cast(Box, shards.boxes[rank])]
         if rank != (receiver if receiver in replicas else replicas[0]):
             continue
-        new, old = (one.view(1) if not one.ndim else one for one in map(piece.view_as_mapped, (new, old)))
+        new, old = torch.atleast_1d(new, old)
         where = _differ(new, old).nonzero(as_tuple=True)
         begins = zip(where, at.start, strides)
         flat = sum(

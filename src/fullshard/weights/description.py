@@ -108,13 +108,13 @@ def _not_m2n(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placeme
 
 def shard_of(published: PublishedTensor, mapped: MappedTensor, values: Mapping[str, ModelEntry], rank: int) -> PublishedShard:
     """Return what the rank with this index among those of the model, this one, has of a published tensor."""
-    parts = tuple((at.start, piece.view_as_mapped(local)) for piece, at, local in parts_of(mapped, values, rank) if at.numel)
+    parts = tuple((at.start, part) for _, at, part in parts_of(mapped, values, rank))
     entry = None if published.not_sharded else _same_as(mapped, values)
     return PublishedShard(published, None if entry is None else entry.local.view_as(entry.local), parts)
 
 
 def parts_of(mapped: MappedTensor, values: Mapping[str, ModelEntry], rank: int) -> Iterator[tuple[SourcePiece, Box, Tensor]]:
-    """Yield (piece, box of the mapped tensor, part of this rank's shard that fills it)."""
+    """Yield (piece, box of the mapped tensor, part of this rank's shard that fills it, with the dims of the mapped tensor)."""
     for piece in mapped.pieces:
         if isinstance(piece.source, ModelTensor):
             own = piece.source.shard_map.boxes[rank]
@@ -122,4 +122,4 @@ def parts_of(mapped: MappedTensor, values: Mapping[str, ModelEntry], rank: int) 
             if own is not None and at is not None:
                 entry = values[piece.source.name]
                 inner = piece.source_box(at).relative_to(own)
-                yield piece, at, entry.local.view(own.shape)[inner.slices()]
+                yield piece, at, piece.view_as_mapped(entry.local.view(own.shape)[inner.slices()])
