@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +60,7 @@ def checkpoint_tables(source: str, headers: Sequence[Header], *, all_tensors: bo
 
 def leftovers(source: str) -> list[str]:
     """Return a line for each leftover: weights files that the index does not list, and an unfinished save."""
-    path = Path(os.path.abspath(source))
+    path = Path(source)
     found = []
     if path.is_dir():
         with OpenFiles() as files:
@@ -73,7 +72,7 @@ def leftovers(source: str) -> list[str]:
     return found if left is None else [*found, f"left over: {left}"]
 
 
-def problems(source: str | os.PathLike[str], *, values: bool = True) -> tuple[list[str], list[Header]]:
+def problems(source: str | Path, *, values: bool = True) -> tuple[list[str], list[Header]]:
     """Return the faults of a checkpoint, one text each, and the headers that can be read.
 
     `values`: also read all tensors and look for NaN and infinity.
