@@ -126,7 +126,7 @@ class EMA:
             gone = next((name for name in self._names if name not in set(names)), "a parameter")
             change = f"'{gone}' was removed" if added is None else f"'{added}' was added"
             raise StateError(f"{doing}: {change} after EMA() was created, so averages and parameters differ. Create a new EMA.")
-        if self._units and not any(True for _ in units_of(self._model, True)):
+        if self._units and not units_of(self._model, True):
             raise StateError(
                 f"{doing}: the model was sharded when EMA() was created, and undo() was called since. Create a new EMA."
             )
@@ -292,10 +292,9 @@ class EMA:
             elif value.shape != own.shape:
                 raise StateError(f"The average of '{name}' has shape {tuple(value.shape)}, its parameter {entry.target.shape}.")
             given.append(value.view(own.shape))
-        calls, updates = int(state["calls"]), int(state["updates"])
         for (_, own), value in zip(pairs, given):
             own.copy_(value)
-        self.calls, self.updates = calls, updates
+        self.calls, self.updates = state["calls"], state["updates"]
 
 
 def _flat(group: ParamGroup) -> Tensor:
