@@ -311,16 +311,6 @@ class MixedPrecisionPolicy:
             )
         return chosen is not None and chosen == parameter.dtype and chosen != self.param_dtype
 
-    def without_override(self) -> MixedPrecisionPolicy:
-        """Return the policy without `param_dtype_override_fn`, for parameters that it was called with already.
-
-        Returns:
-            A policy with equal dtypes.
-        """
-        if self.param_dtype_override_fn is None:
-            return self
-        return replace(self, param_dtype_override_fn=None)
-
     def for_planning(self) -> MixedPrecisionPolicy:
         """Return the policy for a plan, which has no parameters to pass to `param_dtype_override_fn`.
 
@@ -348,29 +338,25 @@ def resolve_mp(policy: Any) -> MixedPrecisionPolicy:
 
     Raise ValueError for any other type, and if torch's policy sets a field that ours does not have.
     """
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    if not _is_of_torch(policy) or type(policy).__name__ != "MixedPrecisionPolicy":
-        raise ValueError(f"mp_policy must be a MixedPrecisionPolicy, got {type(policy).__name__}.")
-    return MixedPrecisionPolicy(**_fields_of(policy, MixedPrecisionPolicy))
+    return _resolve(policy, MixedPrecisionPolicy, expected="mp_policy must be a MixedPrecisionPolicy")
 
 
 def resolve_offload(policy: Any) -> OffloadPolicy:
     """Convert torch's offload policy to ours, and return ours unchanged. Raise ValueError as `resolve_mp` does."""
-    if isinstance(policy, OffloadPolicy):
-        return policy
-    kinds = {"OffloadPolicy": OffloadPolicy, "CPUOffloadPolicy": CPUOffloadPolicy}
-    if not _is_of_torch(policy) or type(policy).__name__ not in kinds:
-        raise ValueError(f"offload_policy must be an OffloadPolicy, got {type(policy).__name__}.")
-    kind = kinds[type(policy).__name__]
-    return kind(**_fields_of(policy, kind))
+    return _resolve(policy, OffloadPolicy, CPUOffloadPolicy, expected="offload_policy must be an OffloadPolicy")
 
 
-def _fields_of(policy: Any, kind: type[Any]) -> dict[str, Any]:
-    """Return the values of torch's policy for the fields of our class `kind`.
+def _resolve(policy: Any, *kinds: type[Any], expected: str) -> Any:
+    """Return a policy of one of our classes `kinds`, or torch's policy of the same name as ours.
 
     Raise ValueError for a further field that is not at its default: a newer torch may have options that fullshard ignores.
     """
+    if isinstance(policy, kinds):
+        return policy
+    theirs = type(policy)
+    kind = next((kind for kind in kinds if kind.__name__ == theirs.__name__), None)
+    if kind is None or not theirs.__module__.startswith("torch.distributed."):
+        raise ValueError(f"{expected}, got {theirs.__name__}.")
     known = {one.name for one in fields(kind)}
     values: dict[str, Any] = {}
     for one in fields(policy):
@@ -381,14 +367,10 @@ def _fields_of(policy: Any, kind: type[Any]) -> dict[str, Any]:
         default = one.default if one.default_factory is MISSING else one.default_factory()
         if value is not default and value != default:
             raise ValueError(
-                f"torch's {type(policy).__name__} has {one.name}={value!r}, which fullshard does not know: expected its "
+                f"torch's {theirs.__name__} has {one.name}={value!r}, which fullshard does not know: expected its "
                 f"default, {default!r}. Leave it out, or use a fullshard that knows it"
             )
-    return values
-
-
-def _is_of_torch(value: Any) -> bool:
-    return type(value).__module__.startswith("torch.distributed.")
+    return kind(**values)
 
 
 @dataclass(frozen=True)
