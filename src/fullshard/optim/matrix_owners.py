@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core import ShardedParameter, current_parameter, logical_parameters
 from fullshard.errors import check_bool, check_float_dtype
-from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, copy_into
+from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, copy_into, renumbered
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_of_some, plan_owners
 from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, is_same, pieces_of, placement_error
 
@@ -45,18 +45,16 @@ class CachedExchange:
         self._among: list[Piece] = []
         self._exchange: OwnerExchange | None = None
 
-    def of(self, pieces: Sequence[Piece], *, among: Sequence[Piece] | None = None) -> OwnerExchange:
+    def of(self, pieces: Sequence[Piece], among: Sequence[Piece]) -> OwnerExchange:
         """Return the exchange of pieces of one mesh. Collective, unless they have the owners and buckets of the call before.
 
-        `among`: more pieces, in the same order. Owners are planned for all of these, so that an owner does not depend on the
-        pieces that take part in one step. None to plan the owners of `pieces` alone.
+        `among`: these and more pieces, in the same order. Owners are planned for all of them, so that an owner does not depend
+        on the pieces that take part in one step.
         """
-        among = pieces if among is None else among
         if self._exchange is None or not (is_same(pieces, self._pieces) and is_same(among, self._among)):
-            plan = plan_of(among, self._dtype, self._cost)
-            if among is not pieces:
-                taken = set(map(id, pieces))
-                plan = plan_of_some(plan, [index for index, piece in enumerate(among) if id(piece) in taken])
+            taken = set(pieces)
+            indices = [index for index, piece in enumerate(among) if piece in taken]
+            plan = plan_of_some(plan_of(among, self._dtype, self._cost), indices)
             # One rank alone may have listed its pieces again. To make an exchange is collective, and the others make none. So
             # it is kept if the plan is equal.
             first = pieces[0]
@@ -68,7 +66,7 @@ class CachedExchange:
                     self._dtype,
                     self._doing,
                     tensor_parallel=first.tensor_parallel,
-                    wholes=() if first.tensor_parallel is None else [piece.whole for piece in pieces],
+                    wholes=[piece.whole for piece in pieces],
                     batched=self._batched,
                 )
             self._pieces, self._among = list(pieces), list(among)
@@ -89,17 +87,11 @@ class Exchanges:
             used = []
             for indices in by_mesh(pieces):
                 of_mesh = [pieces[index] for index in indices]
-                exchange = self._by_mesh.setdefault(of_mesh[0].mesh_key, self._new()).of(of_mesh)
+                exchange = self._by_mesh.setdefault(of_mesh[0].mesh_key, self._new()).of(of_mesh, of_mesh)
                 calls.enter_context(exchange.call())
                 used.append(exchange)
-
-                def fill_here(numbers: Sequence[int], places: Sequence[Tensor], indices: list[int] = indices) -> None:
-                    fill([indices[number] for number in numbers], places)
-
-                def on_owner(numbers: Sequence[int], wholes: list[Tensor], indices: list[int] = indices) -> Sequence[Tensor]:
-                    return function([indices[number] for number in numbers], wholes)
-
-                for index, part in zip(indices, exchange.run(fill_here, on_owner)):
+                parts = exchange.run(renumbered(fill, indices), renumbered(function, indices))
+                for index, part in zip(indices, parts):
                     results[index] = part
             # Only now, since another rank may still be in the exchange of another mesh.
             for exchange in used:
@@ -212,9 +204,7 @@ class MatrixOwners:
             copy_into(places, [piece.part(shards[index]) for index, piece in chosen])
 
         def on_owner(numbers: Sequence[int], wholes: list[Tensor]) -> list[Tensor]:
-            return self._called(
-                function, wholes, [pieces[number].whole for number in numbers], [pieces[n].name for n in numbers]
-            )
+            return self._called(function, wholes, pieces[numbers[0]].whole.sides, [pieces[number].name for number in numbers])
 
         unit = pieces[0].unit if pieces else None
         with (
@@ -243,14 +233,13 @@ class MatrixOwners:
         for rows in ranges:
             part = whole.narrow(dim, rows.start, len(rows)).contiguous()
             matrix = Matrix("", tuple(part.shape), is_piece=how is not None)
-            parts += self._called(function, [part], [matrix], [""])
+            parts += self._called(function, [part], matrix.sides, [""])
         return torch.cat(parts, dim).to(self._dtype)
 
     def _called(
-        self, function: Callable[[Tensor, Any], Tensor], wholes: list[Tensor], matrices: list[Matrix], names: list[str]
+        self, function: Callable[[Tensor, Any], Tensor], wholes: list[Tensor], shape: tuple[int, int], names: list[str]
     ) -> list[Tensor]:
-        """Return the function's results for whole matrices of one shape."""
-        shape = matrices[0].sides
+        """Return the function's results for whole matrices of one shape, (rows, columns)."""
         views = [whole.view(shape) for whole in wholes]
         result = function(torch.stack(views), names) if self._batched else function(views[0], names[0])
         expected = (len(views), *shape) if self._batched else shape

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fullshard.errors import StateError
 from fullshard.optim.owners import Matrix, OwnerPlan, plan_owners
 
 Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,16 @@ def numel_of(shapes: Iterable[Shape]) -> int:
     return sum(map(prod, shapes))
 
 
-Fill = Callable[[Sequence[int], Sequence[Tensor]], None]
+Fill = Callable[[Sequence[int], list[Tensor]], None]
 """`fill(indices, places)` writes this rank's shard of matrix `indices[i]` into `places[i]`, which has its shape."""
 
 OnOwner = Callable[[Sequence[int], list[Tensor]], Sequence[Tensor]]
 """`function(indices, wholes)` returns a tensor of the same shape for each whole matrix. It may overwrite `wholes`."""
+
+
+def renumbered(function: Callable[[Sequence[int], list[Tensor]], T], indices: Sequence[int]) -> Callable[..., T]:
+    """Return a function that gets positions in `indices`, and calls `function` with the indices there."""
+    return lambda numbers, tensors: function([indices[number] for number in numbers], tensors)
 
 
 class OwnerExchange:
@@ -245,12 +251,8 @@ class OwnerExchange:
         """Replace the whole matrices of a bucket, of which `slot` has the parts, by the function's results."""
         route, parts = self._routes.buckets[number], self._parts(number, slot)
         if self._inner is not None:
-            blocks = self._assembled(number, slot)
-
-            def on_owner(numbers: Sequence[int], wholes: list[Tensor]) -> Sequence[Tensor]:
-                return function([route.owned[one] for one in numbers], wholes)
-
-            results = self._inner[number].run(_fill_from(route, blocks), on_owner)
+            fill = _fill_from(route, self._assembled(number, slot))
+            results = self._inner[number].run(fill, renumbered(function, route.owned))
             for index, result in zip(route.owned, results):
                 self._copy_to_parts(parts[index], index, result)
             return
@@ -322,18 +324,15 @@ class OwnerExchange:
                 f"In {self._doing} the host waits for all ranks, which a graph of the device cannot hold. Leave it out."
             )
         sent: deque[tuple[Tensor, CollectiveCall | None]] = deque()
-        for number, route in enumerate(self._routes.buckets):
-            slot = self._new(route.owned_numel)
-            shards = self._new(route.numel) if memory is None else _part_of(route, memory)
-            fill(route.order, _views(shards, route.shapes))
-            sent.append((slot, self._send(slot, shards, route.part_sizes, route.sizes, "matrices to their owners")))
-            del slot, shards
-            if number:
-                self._wait(sent[0][1])
-                yield number - 1, sent.popleft()[0]  # without a reference from here, so that the caller can free it
-        if sent:
+        for number in range(len(self._routes.buckets)):
+            for route in self._routes.buckets[number + len(sent) : number + 2]:
+                slot = self._new(route.owned_numel)
+                shards = self._new(route.numel) if memory is None else _part_of(route, memory)
+                fill(route.order, _views(shards, route.shapes))
+                sent.append((slot, self._send(slot, shards, route.part_sizes, route.sizes, "matrices to their owners")))
+                del slot, shards
             self._wait(sent[0][1])
-            yield len(self._routes.buckets) - 1, sent.popleft()[0]
+            yield number, sent.popleft()[0]  # without a reference from here, so that the caller can free it
 
     def _send_back(self, route: Route, slot: Tensor, results: Tensor) -> CollectiveCall | None:
         """Start the message of a bucket's results."""
@@ -413,11 +412,7 @@ def _part_of(route: Route, results: Tensor) -> Tensor:
 
 def _fill_from(route: Route, blocks: Mapping[int, Tensor]) -> Fill:
     """Return a function that writes blocks of a bucket into a message, by their numbers in `route.owned`."""
-
-    def fill(numbers: Sequence[int], places: Sequence[Tensor]) -> None:
-        copy_into(places, [blocks[route.owned[number]] for number in numbers])
-
-    return fill
+    return renumbered(lambda indices, places: copy_into(places, [blocks[index] for index in indices]), route.owned)
 
 
 def copy_into(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

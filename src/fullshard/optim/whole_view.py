@@ -254,7 +254,7 @@ class _WholeView:
         unchecked = [mesh for mesh in self._meshes.values() if not mesh.is_checked]
         kept: list[dict[ShardedParameter, set[int | None]]] = []
         for mesh in unchecked:
-            exchange, pieces = mesh.exchange.of(mesh.pieces), mesh.pieces
+            exchange, pieces = mesh.exchange.of(mesh.pieces, mesh.pieces), mesh.pieces
             owned = set(exchange.owned)
             has = torch.tensor([bool(_state_of(optimizer.state, piece)) for piece in pieces], dtype=torch.uint8)
             owns = torch.tensor([index in owned for index in range(len(pieces))], dtype=torch.uint8)
@@ -302,7 +302,7 @@ class _WholeView:
             for mesh in self._meshes.values():
                 pieces = [piece for piece in mesh.pieces if piece.parameter.sharded.grad is not None]
                 if pieces:
-                    exchange = mesh.exchange.of(pieces, among=mesh.pieces)
+                    exchange = mesh.exchange.of(pieces, mesh.pieces)
                     calls.enter_context(exchange.call())
                     used.append((exchange, pieces))
             owned = [(pieces[index], *each) for exchange, pieces in used for index, each in _arrived(exchange, pieces).items()]
