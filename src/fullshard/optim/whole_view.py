@@ -156,7 +156,7 @@ class _WholeView:
         self._dtypes: list[torch.dtype] = []  # of their shards
         self._pieces: dict[ShardedParameter, list[Piece]] = {}
         self._meshes: dict[object, _Mesh] = {}
-        self._plain: dict[int, nn.Parameter] = {}  # the whole parameter inside the step, by id of its piece
+        self._plain: dict[Piece, nn.Parameter] = {}  # the whole parameter inside the step
         self._may_have_states = False  # on this rank or on others
         self._is_loaded = False  # since the last step
         self._attempts = 0  # steps so far, with those that failed
@@ -252,44 +252,44 @@ class _WholeView:
         rank has one, or if states were saved with another split.
         """
         unchecked = [mesh for mesh in self._meshes.values() if not mesh.is_checked]
-        kept: list[dict[ShardedParameter, set[int | None]]] = []
+        kept: dict[ShardedParameter, set[int | None]] = {}  # numbers of the pieces that this rank owns
         for mesh in unchecked:
             exchange, pieces = mesh.exchange.of(mesh.pieces, mesh.pieces), mesh.pieces
-            owned = set(exchange.owned)
-            has = torch.tensor([bool(_state_of(optimizer.state, piece)) for piece in pieces], dtype=torch.uint8)
-            owns = torch.tensor([index in owned for index in range(len(pieces))], dtype=torch.uint8)
-            other = torch.tensor([_is_of_another_split(optimizer.state, piece) for piece in pieces], dtype=torch.uint8)
+            owned, flags = set(exchange.owned), []
+            for index, piece in enumerate(pieces):
+                has = bool(_state_of(optimizer.state, piece))
+                flags.append([has, has and index in owned, _is_of_another_split(optimizer.state, piece)])
             with exchange.call():
-                found = exchange.maximum(torch.stack([has, has * owns, other]))
-            for index in found[2].nonzero().flatten().tolist():
-                raise StateError(
-                    f"{self._doing}: the states of parameter '{pieces[index].name}' are of another split. Load them with the "
-                    "split with which they were saved."
-                )
-            for index in (found[0] > found[1]).nonzero().flatten().tolist():
-                raise StateError(
-                    f"{self._doing}: there is a state of parameter '{pieces[index].name}', but not on its owner. Load states "
-                    "by torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all parameters "
-                    "on all ranks, and add all parameter groups before the first step."
-                )
-            if self._is_loaded and found[0].any():
-                lacking = [pieces[index] for index in (found[0] == 0).nonzero().flatten().tolist()]
+                on_any_rank = exchange.maximum(torch.tensor(flags, dtype=torch.uint8)).tolist()
+            for piece, (has, owner_has, is_of_another_split) in zip(pieces, on_any_rank):
+                if is_of_another_split:
+                    raise StateError(
+                        f"{self._doing}: the states of parameter '{piece.name}' are of another split. Load them with the split "
+                        "with which they were saved."
+                    )
+                if has and not owner_has:
+                    raise StateError(
+                        f"{self._doing}: there is a state of parameter '{piece.name}', but not on its owner. Load states by "
+                        "torch.distributed.checkpoint into an optimizer that has stepped once, or the state of all parameters "
+                        "on all ranks, and add all parameter groups before the first step."
+                    )
+            if self._is_loaded and any(has for has, _, _ in on_any_rank):
+                lacking = [piece for piece, (has, _, _) in zip(pieces, on_any_rank) if not has]
                 if names := [piece.name for piece in lacking if piece.parameter.requires_grad]:
                     warn_once(
                         f"{self._doing}: the loaded state dict has no states of {some_of(names)}, which begin anew. The state "
                         "dict of one rank has only the states of the parameters that this rank owns. Save and load by "
                         "torch.distributed.checkpoint."
                     )
-            numbers: dict[ShardedParameter, set[int | None]] = {piece.parameter: set() for piece in pieces}
+            kept.update((piece.parameter, set()) for piece in pieces)
             for index in owned:
-                numbers[pieces[index].parameter].add(pieces[index].number)
-            kept.append(numbers)
-        for mesh, of_mesh in zip(unchecked, kept):
-            for parameter, owned_numbers in of_mesh.items():
-                if None not in owned_numbers:  # this rank does not own the whole parameter
-                    # It keeps a state, an empty one if need be: checkpoints expect one.
-                    held, keys = optimizer.state.get(parameter.sharded) or {}, {str(number) for number in owned_numbers}
-                    optimizer.state[parameter.sharded] = {key: value for key, value in held.items() if key in keys}
+                kept[pieces[index].parameter].add(pieces[index].number)
+        for parameter, owned_numbers in kept.items():
+            if None not in owned_numbers:  # this rank does not own the whole parameter
+                # It keeps a state, an empty one if need be: checkpoints expect one.
+                held, keys = optimizer.state.get(parameter.sharded) or {}, {str(number) for number in owned_numbers}
+                optimizer.state[parameter.sharded] = {key: value for key, value in held.items() if key in keys}
+        for mesh in unchecked:
             mesh.is_checked = True
         self._is_loaded = False
 
@@ -314,10 +314,9 @@ class _WholeView:
             with self._inside(optimizer, owned):
                 before = _plain_values(optimizer)
                 result = step()
-                stepped = {id(piece): self._plain[id(piece)].detach().view(piece.whole.shape) for piece, _, _ in owned}
+                stepped = {piece: self._plain[piece].detach().view(piece.whole.shape) for piece, _, _ in owned}
                 parts = [
-                    exchange.to_shards({index: stepped[id(pieces[index])] for index in exchange.owned})
-                    for exchange, pieces in used
+                    exchange.to_shards({index: stepped[pieces[index]] for index in exchange.owned}) for exchange, pieces in used
                 ]
                 self._confirm(optimizer, [exchange for exchange, _ in used], before, alone)
             for (_, pieces), results in zip(used, parts):
@@ -341,7 +340,7 @@ class _WholeView:
             self._inside(optimizer, [(piece, weight.clone(), grad.clone())], is_trial=True),
         ):
             step()
-            change = self._plain[id(piece)].detach() - before
+            change = self._plain[piece].detach() - before
         return piece, before, change
 
     @contextmanager
@@ -358,7 +357,7 @@ class _WholeView:
         inside.update((key, state) for key, state in outside.items() if id(key) not in sharded)
         by_parameter: dict[int, list[nn.Parameter]] = {}
         for piece, weight, grad in owned:
-            plain = self._plain.setdefault(id(piece), nn.Parameter(weight.new_empty(0)))
+            plain = self._plain.setdefault(piece, nn.Parameter(weight.new_empty(0)))
             plain.data, plain.grad = weight, grad
             plain.requires_grad_(piece.parameter.sharded.requires_grad)
             plain.__dict__.update(user_attributes(piece.parameter.sharded))
@@ -385,7 +384,7 @@ class _WholeView:
                 inside = before.restore()
             optimizer.state = outside
             for piece, _, _ in owned:
-                if state := inside.pop(self._plain[id(piece)], None):
+                if state := inside.pop(self._plain[piece], None):
                     _set_state(outside, piece, state)
             outside.update(inside)
             for group, members, listed in zip(groups, self._members, names):
@@ -407,7 +406,7 @@ class _WholeView:
         combines = False
         if alone is not None:
             piece, weight, change = alone
-            change_with_others = self._plain[id(piece)].detach() - weight
+            change_with_others = self._plain[piece].detach() - weight
             combines = bool((change - change_with_others).norm() > _TOLERANCE * change_with_others.norm())  # False for NaN
         if combines:
             changed += f" and rank {dist.get_rank()}"  # equal on no other rank, so that all of them raise
