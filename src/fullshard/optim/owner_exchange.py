@@ -28,7 +28,6 @@ class Route:
     order: list[int]  # this replica's matrices, by owner
     shapes: list[Shape]  # shapes of this rank's shards, in this order
     sizes: list[int]  # elements of this rank's shards, by owner
-    start: int  # position of this rank's shards in the memory of all results, elements
     owned: list[int]  # the matrices that this rank owns
     part_shapes: list[Shape]  # shapes of their shards, by rank and then by matrix
     part_sizes: list[int]  # elements of their shards, by rank
@@ -56,11 +55,7 @@ class Routes:
         # elements of this rank's parts of one replica's results, padded to those of the largest replica, since the all-gather
         # over replicas needs equal sizes
         self.results_numel = max(map(numel_of, self.shapes))
-        self.buckets: list[Route] = []  # the routes, by bucket
-        start = 0
-        for bucket in plan.buckets:
-            self.buckets.append(_route(plan, rank, replica, bucket, start))
-            start += self.buckets[-1].numel
+        self.buckets = [_route(plan, rank, replica, bucket) for bucket in plan.buckets]  # the routes, by bucket
 
 
 def _order(plan: OwnerPlan, replica: int, buckets: Iterable[Sequence[int]]) -> list[int]:
@@ -69,7 +64,7 @@ def _order(plan: OwnerPlan, replica: int, buckets: Iterable[Sequence[int]]) -> l
     return [index for index in ordered if plan.owners[index] // plan.ranks == replica]
 
 
-def _route(plan: OwnerPlan, rank: int, replica: int, bucket: Sequence[int], start: int) -> Route:
+def _route(plan: OwnerPlan, rank: int, replica: int, bucket: Sequence[int]) -> Route:
     order = _order(plan, replica, [bucket])
     by_owner: list[list[int]] = [[] for _ in range(plan.ranks)]
     for index in order:
@@ -80,7 +75,6 @@ def _route(plan: OwnerPlan, rank: int, replica: int, bucket: Sequence[int], star
         order=order,
         shapes=_shapes(plan, order, rank),
         sizes=[numel_of(_shapes(plan, indices, rank)) for indices in by_owner],
-        start=start,
         owned=owned,
         part_shapes=[shape for shapes in parts for shape in shapes],
         part_sizes=[numel_of(shapes) for shapes in parts],
@@ -190,17 +184,16 @@ class OwnerExchange:
 
     def run(self, fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of each result. Collective."""
-        all_results, own_results = self._memory_of_results()
+        results, places = self._memory_of_results()
         back: CollectiveCall | None = None
         # The shards are sent from the memory where the results arrive. So nothing needs memory of its own on this side.
-        for number, slot in self._arriving(fill, own_results):
-            route = self._routes.buckets[number]
+        for number, slot in self._arriving(fill, places):
             self._compute(number, slot, function)
-            previous, back = back, self._send_back(route, slot, own_results)
+            previous, back = back, self._send_back(number, slot, places)
             del slot
             self._wait(previous)  # frees its slot: one bucket arrives, one is computed, one leaves, and no more are in memory
         self._wait(back)
-        return self._results(all_results)
+        return self._results(results)
 
     def to_owners(self, fill: Fill) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns, by index. Collective."""
@@ -216,7 +209,7 @@ class OwnerExchange:
 
     def to_shards(self, wholes: Mapping[int, Tensor]) -> list[Tensor]:
         """Return this rank's shard of each matrix. Collective."""
-        all_results, own_results = self._memory_of_results()
+        results, places = self._memory_of_results()
         back: CollectiveCall | None = None
         for number, route in enumerate(self._routes.buckets):
             slot = self._new(route.owned_numel)
@@ -227,11 +220,11 @@ class OwnerExchange:
                 blocks = dict(zip(route.owned, parts))
             for index, parts_of_matrix in self._parts(number, slot).items():
                 self._copy_to_parts(parts_of_matrix, index, blocks[index])
-            previous, back = back, self._send_back(route, slot, own_results)
+            previous, back = back, self._send_back(number, slot, places)
             del slot
             self._wait(previous)
         self._wait(back)
-        return self._results(all_results)
+        return self._results(results)
 
     def confirm(self, content: bytes = b"") -> bool:
         """Wait until all ranks are here, and return True if their `content` is equal. Collective.
@@ -308,54 +301,55 @@ class OwnerExchange:
 
     # --- messages ---
 
-    def _memory_of_results(self) -> tuple[Tensor, Tensor]:
-        """Return memory for this rank's parts of all results, and the part of it for the results of this replica."""
-        numel = self._routes.results_numel
-        every = self._new(self.plan.replicas * numel)
-        return every, every[self._replica * numel :][:numel]
+    def _memory_of_results(self) -> tuple[Tensor, list[Tensor]]:
+        """Return memory for this rank's parts of all results, by replica, and the place in it of each bucket's results."""
+        replicas, numel = self.plan.replicas, self._routes.results_numel
+        results = self._new(replicas * numel).view(replicas, numel)
+        return results, _views(results[self._replica], [(route.numel,) for route in self._routes.buckets])
 
-    def _arriving(self, fill: Fill, memory: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    def _arriving(self, fill: Fill, places: Sequence[Tensor] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield each bucket's number and slot when its shards have arrived, while those of the next bucket are under way.
 
-        `memory`: the shards are sent from there, by bucket; None to allocate memory for each message.
+        `places`: the shards of each bucket are sent from there; None to allocate memory for each message.
         """
         if self._communicator.capturing:
             raise StateError(
                 f"In {self._doing} the host waits for all ranks, which a graph of the device cannot hold. Leave it out."
             )
         sent: deque[tuple[Tensor, CollectiveCall | None]] = deque()
-        for number in range(len(self._routes.buckets)):
-            for route in self._routes.buckets[number + len(sent) : number + 2]:
+        routes = self._routes.buckets
+        for number in range(len(routes)):
+            for ahead in range(number + len(sent), min(number + 2, len(routes))):
+                route = routes[ahead]
                 slot = self._new(route.owned_numel)
-                shards = self._new(route.numel) if memory is None else _part_of(route, memory)
+                shards = self._new(route.numel) if places is None else places[ahead]
                 fill(route.order, _views(shards, route.shapes))
                 sent.append((slot, self._send(slot, shards, route.part_sizes, route.sizes, "matrices to their owners")))
                 del slot, shards
             self._wait(sent[0][1])
             yield number, sent.popleft()[0]  # without a reference from here, so that the caller can free it
 
-    def _send_back(self, route: Route, slot: Tensor, results: Tensor) -> CollectiveCall | None:
+    def _send_back(self, number: int, slot: Tensor, places: Sequence[Tensor]) -> CollectiveCall | None:
         """Start the message of a bucket's results."""
-        return self._send(_part_of(route, results), slot, route.sizes, route.part_sizes, "results of owners")
+        route = self._routes.buckets[number]
+        return self._send(places[number], slot, route.sizes, route.part_sizes, "results of owners")
 
-    def _results(self, every: Tensor) -> list[Tensor]:
+    def _results(self, memory: Tensor) -> list[Tensor]:
         """Return this rank's part of each result, after the all-gather over replicas."""
-        plan, routes = self.plan, self._routes
-        slots = [every[replica * routes.results_numel :][: routes.results_numel] for replica in range(plan.replicas)]
-        if plan.replicas > 1 and routes.results_numel:
-            self._share(every, slots[self._replica])
-        results: list[Tensor] = [every] * len(plan.matrices)
-        for order, slot, shapes in zip(routes.orders, slots, routes.shapes):
-            for index, part in zip(order, _views(slot, shapes)):
+        if self.plan.replicas > 1 and memory.numel():
+            self._share(memory)
+        results: list[Tensor] = [memory] * len(self.plan.matrices)
+        for order, of_replica, shapes in zip(self._routes.orders, memory, self._routes.shapes):
+            for index, part in zip(order, _views(of_replica, shapes)):
                 results[index] = part
         return results
 
-    def _share(self, every: Tensor, own: Tensor) -> None:
+    def _share(self, memory: Tensor) -> None:
         """All-gather the results over the replicas, in place. Each replica computed a part of the matrices."""
         replicas, communicator = self._axis.replicas, self._communicator
         assert replicas is not None
-        start = communicator.collectives_of_group(replicas.group).gatherer([every], [own])
-        start = self._counted("all_gather", every, self.plan.replicas, start)
+        start = communicator.collectives_of_group(replicas.group).gatherer([memory.view(-1)], [memory[self._replica]])
+        start = self._counted("all_gather", memory, self.plan.replicas, start)
         communicator.send(communicator.all_reduce_stream, self._fingerprints, "results over replicas", start).wait()
 
     def _new(self, numel: int) -> Tensor:
@@ -403,11 +397,6 @@ class OwnerExchange:
             for call in left:
                 with suppress(Exception):
                     call.wait()
-
-
-def _part_of(route: Route, results: Tensor) -> Tensor:
-    """Return the part of a bucket in the memory of the results."""
-    return results[route.start :][: route.numel]
 
 
 def _fill_from(route: Route, blocks: Mapping[int, Tensor]) -> Fill:
