@@ -16,12 +16,12 @@ from fullshard.core import ShardedParameter, current_parameter, logical_paramete
 from fullshard.errors import check_bool, check_float_dtype
 from fullshard.optim.owner_exchange import Fill, OnOwner, OwnerExchange, copy_into, renumbered
 from fullshard.optim.owners import Cost, Matrix, OwnerPlan, plan_of_some, plan_owners
-from fullshard.optim.pieces import MeshKey, Piece, Split, Splits, is_same, pieces_of, placement_error
+from fullshard.optim.pieces import Piece, Split, Splits, is_same, pieces_of, placement_error
 
 
 def by_mesh(pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the indices of the pieces that are exchanged together, i.e. distributed over the same process groups."""
-    found: dict[MeshKey, list[int]] = {}
+    found: dict[object, list[int]] = {}
     for index, piece in enumerate(pieces):
         found.setdefault(piece.mesh_key, []).append(index)
     return list(found.values())
@@ -78,7 +78,7 @@ class Exchanges:
 
     def __init__(self, doing: str, dtype: torch.dtype, cost: Cost | None = None, *, batched: bool = False) -> None:
         self._new = partial(CachedExchange, doing, dtype, cost, batched=batched)
-        self._by_mesh: dict[MeshKey, CachedExchange] = {}
+        self._by_mesh: dict[object, CachedExchange] = {}
 
     def run(self, pieces: Sequence[Piece], fill: Fill, function: OnOwner) -> list[Tensor]:
         """Return this rank's part of the function's result for each piece. Collective."""

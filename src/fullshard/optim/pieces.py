@@ -73,10 +73,6 @@ class Pieces:
 Split = Mapping[nn.Parameter, "int | Sequence[int] | Pieces"]
 
 
-MeshKey = tuple[Any, ...]
-"""Key of the process groups over which a matrix is distributed."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """One matrix of a sharded parameter, as this rank has it.
@@ -97,7 +93,7 @@ class Piece:
     count: int  # number of pieces of the parameter, in all blocks
 
     @property
-    def mesh_key(self) -> MeshKey:
+    def mesh_key(self) -> tuple[Any, ...]:
         """Key of the process groups over which the matrix is distributed."""
         axis = self.tensor_parallel
         return *self.parameter.sharding.axis.key, None if axis is None else axis.key
