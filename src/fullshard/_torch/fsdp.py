@@ -8,7 +8,9 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-# Private: the module, since torch.distributed.fsdp does not export these classes.
+# Private: the modules. torch's composable APIs record in modules of a program what they manage, and torch.distributed.fsdp
+# does not export the classes.
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import Comm as Comm
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -24,16 +26,12 @@ def attach_state(module: nn.Module, view: object) -> None:
     """Let torch's `fully_shard.state(module)` return `view`, and let torch's `replicate()` refuse the module."""
     # Private: `STATE_KEY` and `REGISTRY_KEY`, the attributes that `contract` reads. If `state()` looks elsewhere, it returns
     # None, and programs that read the state of a module fail; training does not depend on it.
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[_TORCH_FULLY_SHARD] = view
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict()).setdefault("fully_shard", RegistryItem())
 
 
 def detach_state(module: nn.Module) -> None:
     """Undo `attach_state`."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
     for key, entry in ((STATE_KEY, _TORCH_FULLY_SHARD), (REGISTRY_KEY, "fully_shard")):
         held = module.__dict__.get(key, {})
         held.pop(entry, None)
@@ -43,9 +41,7 @@ def detach_state(module: nn.Module) -> None:
 
 def is_non_composable(module: nn.Module) -> bool:
     """Return True if torch's `replicate` already owns the gradients of `module`."""
-    # Private: `_get_registry`, in which torch's composable APIs record the modules that they manage. FSDP2 uses the same test.
-    from torch.distributed._composable.contract import _get_registry
-
+    # Private: `_get_registry`. FSDP2 uses the same test.
     registry = _get_registry(module)
     return registry is not None and "replicate" in registry
 
