@@ -104,11 +104,6 @@ def has_aliases(tensor: Tensor) -> bool:
     return torch._C._storage_Use_Count(storage_key(tensor)) > 2
 
 
-def same_storage(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors share a storage."""
-    return storage_key(one) == storage_key(other)
-
-
 # --- scaling and copies ----------------------------------------------------------------------------------------------
 
 

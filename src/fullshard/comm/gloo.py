@@ -120,7 +120,7 @@ class GlooCollectives:
             if not shard.numel():
                 continue
             chunks = out.split(shard.numel())
-            if chunks[rank].storage_offset() != shard.storage_offset() or not _torch.same_storage(out, shard):
+            if chunks[rank].storage_offset() != shard.storage_offset() or _torch.storage_key(out) != _torch.storage_key(shard):
                 copies.append((chunks[rank], shard))
             for step in range(1, ranks):
                 receives.append((chunks[(rank - step) % ranks], (rank - step) % ranks))
