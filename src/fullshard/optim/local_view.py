@@ -219,8 +219,8 @@ class _LocalView:
             state = inside.pop(plain, None)
             if state is None:
                 outside.pop(parameter.sharded, None)
-            elif entry_state is None or not is_same([*state, *state.values()], [*entry_state, *entry_state.values()]):
-                # The step replaced or added values. All other values keep their DTensors, whose memory the step wrote in place.
+            else:
+                # Values that the step did not replace or add keep their DTensors, whose memory the step wrote in place.
                 outside_state, at_entry = outside.setdefault(parameter.sharded, {}), entry_state or {}
                 new_state = {
                     key: outside_state[key] if key in at_entry and value is at_entry[key] else _to_dtensor(value, parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,12 +38,9 @@ class MatrixChoice:
     def __str__(self) -> str:
         lines = []
         for title, wanted in (("matrices", True), ("rest", False)):
-            alike: dict[tuple[str, tuple[int, ...], str], int] = {}
-            for name, (shape, taken, reason) in self.reasons.items():
-                if taken is wanted:
-                    key = _pattern(name), shape, reason
-                    alike[key] = alike.get(key, 0) + 1
-            lines.append(f"{title}: {sum(alike.values())} parameters")
+            chosen = [(name, shape, reason) for name, (shape, taken, reason) in self.reasons.items() if taken is wanted]
+            lines.append(f"{title}: {len(chosen)} parameters")
+            alike = Counter((_pattern(name), shape, reason) for name, shape, reason in chosen)
             for (pattern, shape, reason), count in alike.items():
                 lines.append(f"  {count:>5} x {pattern}  {' x '.join(map(str, shape)) or 'scalar'}  {reason}".rstrip())
         return "\n".join(lines)
@@ -94,11 +92,9 @@ def matrices_of(
     for option, value in (("take", take), ("leave", leave), ("dims", dims)):
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ValueError(f"{option} must be a sequence, as in {option}=[...], got {value!r}.")
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    names: dict[nn.Parameter, list[str]] = {}  # several of a tied parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        parameters[id(parameter)] = parameter
+        names.setdefault(parameter, []).append(name)
     every = [name for listed in names.values() for name in listed]
     for pattern in (*take, *leave):
         if not any(fnmatchcase(name, pattern) for name in every):
@@ -106,20 +102,20 @@ def matrices_of(
     modules = {clean_name(name): module for name, module in model.named_modules(remove_duplicate=False)}  # the innermost
     vocabularies = {module.num_embeddings for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     choice = MatrixChoice([], [], {})
-    for key, parameter in parameters.items():
+    for parameter, known_as in names.items():
         taken, reason = False, ""
-        if any(fnmatchcase(name, pattern) for name in names[key] for pattern in leave):
+        if any(fnmatchcase(name, pattern) for name in known_as for pattern in leave):
             reason = "asked for by leave"
-        elif any(fnmatchcase(name, pattern) for name in names[key] for pattern in take):
+        elif any(fnmatchcase(name, pattern) for name in known_as for pattern in take):
             taken, reason = True, "asked for by take"
         elif parameter.ndim not in dims:
             reason = f"{parameter.ndim} dim{'s' if parameter.ndim != 1 else ''}"
         else:
-            found = (_role(clean_name(name), tuple(parameter.shape), modules, vocabularies) for name in names[key])
+            found = (_role(clean_name(name), tuple(parameter.shape), modules, vocabularies) for name in known_as)
             reason = next((role for role in found if role), "")
             taken = not reason
         (choice.matrices if taken else choice.rest).append(parameter)
-        choice.reasons[names[key][0]] = tuple(parameter.shape), taken, reason
+        choice.reasons[known_as[0]] = tuple(parameter.shape), taken, reason
     return choice
 
 
