@@ -256,7 +256,6 @@ def _step_alone(
     optimizer: Optimizer, step: Callable[..., Any], plain: nn.Parameter, weight: Tensor, grad: Tensor | None
 ) -> Tensor | None:
     """Return `weight` after a step in the place of `plain`, without states and other parameters; None if the step raises."""
-    states, listed = optimizer.state, [group["params"] for group in optimizer.param_groups]
     before = BeforeStep(optimizer, {}, [])
     stand_in = nn.Parameter(weight, requires_grad=plain.requires_grad)
     stand_in.grad = None if grad is None else grad.clone()
@@ -271,9 +270,6 @@ def _step_alone(
         return None
     finally:
         before.restore()
-        optimizer.state = states
-        for group, members in zip(optimizer.param_groups, listed):
-            group["params"] = members
     return stand_in.detach()
 
 

@@ -224,11 +224,12 @@ def _before_load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
 def _before_state_dict(optimizer: torch.optim.Optimizer) -> None:
     """Follow fully_shard(), and finish a step that raised: momentum buffers of SGD are under local tensors."""
     _leave_order(optimizer)
-    has_states = view_of(optimizer) != "whole_view"
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         now = replacement_of(parameter)
-        logical = None if now is None else next(iter(logical_parameters([now])), None)
-        for value in optimizer.state.get(parameter, {}).values() if now is not None and has_states else ():
+        if now is None or view_of(optimizer) == "whole_view":  # whose states are whole
+            continue
+        logical = next(iter(logical_parameters([now])), None)
+        for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, DTensor) and (logical is None or logical.sharding.rows_in(value) is None):
                 raise StateError(
                     f"{type(optimizer).__name__} has states of a parameter of shape {tuple(value.shape)} as it was sharded "

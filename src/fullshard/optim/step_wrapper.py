@@ -62,15 +62,16 @@ _PLAIN = bool, int, float, str, type(None)
 
 
 class BeforeStep:
-    """What an optimizer had before a step: states, options, plain values and their containers, tensors, unsharded weights."""
+    """What an optimizer had before a step: states, groups, plain values and their containers, tensors, unsharded weights."""
 
     def __init__(self, optimizer: Optimizer, states: dict[Any, Any], plain: list[Tensor]) -> None:
         self._optimizer, self._keys, self._states = optimizer, list(states), copy.deepcopy(list(states.values()))
         self._groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+            for group in optimizer.param_groups
         ]
         self._attributes = set(vars(optimizer))
-        self._values = plain_attributes(optimizer)
+        self._values = {**plain_attributes(optimizer), "state": optimizer.state}
         others = [value for key, value in vars(optimizer).items() if key not in ("state", "param_groups")]
         containers = (value for value in others if isinstance(value, (dict, list, set)) and _is_plain(value))
         self._containers: list[tuple[Any, Any]] = [(value, copy.deepcopy(value)) for value in containers]
@@ -78,9 +79,9 @@ class BeforeStep:
         self._tensors = [(one, one.detach().clone()) for one in (*plain, *tensors)]
 
     def restore(self) -> dict[Any, Any]:
-        """Restore everything except the states, and return these."""
+        """Restore everything except the values of states, and return these."""
         for group, before in zip(self._optimizer.param_groups, self._groups):
-            for key in [key for key in group if key not in before and key != "params"]:
+            for key in [key for key in group if key not in before]:
                 del group[key]
             for key, value in before.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
