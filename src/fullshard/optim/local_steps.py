@@ -78,8 +78,7 @@ class LocalStep:
 
     def begin_step(self, optimizer: optim.Optimizer) -> None:
         """Finish the step before, if it raised: its momentum buffers are those that it computed, as in torch."""
-        if self._momenta:
-            self.end_step(optimizer, (), {})
+        self.end_step(optimizer, (), {})
 
     def end_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Move the momentum buffers of SGD from the local tensors to the parameters at the end of a step."""

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -180,23 +180,21 @@ def install() -> None:
         return
     # Parts of torch derive from FSDP2's classes at import. Import them first, so that they derive from torch's own.
     for name in _IMPORTED_FIRST:
-        _can_import(name)
-    modules = [importlib.import_module(name) for name in (*_EXPORTING_MODULES, _IMPLEMENTATION) if _can_import(name)]
-    # What takes the place of objects of torch. Keyed by id: values of arbitrary modules are looked up below, and need not be
-    # hashable.
-    everywhere: dict[int, Any] = {}
-    outside: dict[int, Any] = {}  # and in the modules that export them
-    for exporting in modules:
+        _imported(name)
+    # What takes the place of torch's objects, by their id: values of arbitrary modules are looked up, and need not be hashable.
+    graphs: dict[int, Any] = {}
+    of_fsdp2: dict[int, Any] = {}
+    for exporting in filter(None, map(_imported, (*_EXPORTING_MODULES, _IMPLEMENTATION))):
         for name, ours in _REPLACEMENTS.items():
             found = vars(exporting).get(name)
             if found is not None and found is not ours:
-                outside[id(found)] = ours
+                of_fsdp2[id(found)] = ours
     if (capture := getattr(ext, "capture", None)) is not None:  # deleted otherwise
-        everywhere.update((id(kind), capture.followed(kind)) for kind in _classes_of_graphs())
+        graphs.update((id(kind), capture.followed(kind)) for kind in _classes_of_graphs())
     _undo.extend([_torch.extend_trunc_normal(_trunc_normal), _torch.extend_unscaling(_unscale)])
     for module_name, module in list(sys.modules.items()):
         namespace: dict[str, Any] = getattr(module, "__dict__", {})
-        replaced = {**outside, **everywhere} if _is_replaced_in(module_name) else everywhere
+        replaced = {**of_fsdp2, **graphs} if _is_replaced_in(module_name) else graphs
         for name, value in list(namespace.items()):
             if id(value) in replaced:
                 _replace(namespace, name, replaced[id(value)])
@@ -248,9 +246,8 @@ def _is_replaced_in(name: str) -> bool:
     return name in _EXPORTING_MODULES if first == "torch" else first != "fullshard"
 
 
-def _can_import(name: str) -> bool:
+def _imported(name: str) -> ModuleType | None:
     try:
-        importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError:
-        return False
-    return True
+        return None

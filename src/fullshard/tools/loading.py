@@ -97,11 +97,10 @@ def _import_target(where: str, name: str) -> ModuleType:
     module = sys.modules[stem] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ModuleNotFoundError as wrong:
+    except BaseException as wrong:
         del sys.modules[stem]
-        raise ValueError(f"{name!r} cannot be loaded: {where} imports {wrong.name!r}, which is not installed.") from wrong
-    except BaseException:
-        del sys.modules[stem]
+        if isinstance(wrong, ModuleNotFoundError):
+            raise ValueError(f"{name!r} cannot be loaded: {where} imports {wrong.name!r}, which is not installed.") from wrong
         raise
     return module
 

@@ -187,11 +187,11 @@ def _batch(batch: Any, step: int, device: torch.device) -> Any:
 def _difference(
     tolerance: float, step: int, what: str, name: str, ours: Tensor | None, theirs: Tensor | None
 ) -> Difference | None:
-    if ours is None or theirs is None:
-        if (ours is None) != (theirs is None):
-            missing = "is missing" if ours is None else "is there, the plain one's is None"
-            return Difference(step, f"{what} ({missing})", name, float("inf"), 0.0)
+    if ours is None and theirs is None:
         return None
+    if ours is None or theirs is None:
+        missing = "is missing" if ours is None else "is there, the plain one's is None"
+        return Difference(step, f"{what} ({missing})", name, float("inf"), 0.0)
     whole = full_tensor(ours) if hasattr(ours, "device_mesh") else ours.detach()  # type: ignore[arg-type]
     expected = theirs.detach().to(whole.device)
     if not expected.numel():
