@@ -52,9 +52,8 @@ def is_shard(placement: Placement, dim: int | None = None) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and (dim is None or placement.dim == dim)
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    # Private: `_spec`. The public properties give mesh and placements, but not the object that other DTensors can share.
-    return tensor._spec
+# Private: `_spec`. The public properties give mesh and placements, but not the object that other DTensors can share.
+spec_of: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
 
 
 def specs_of(tensors: Sequence[Any]) -> list[Any]:
@@ -142,11 +141,9 @@ def are_as_made(parts: Sequence[DTensor], inner: Sequence[Tensor], specs: Sequen
     """Return True if DTensors have the local tensors and specs that they were made with, which dynamo and users may replace."""
     if not all(map(operator.is_, map(local_tensor, parts), inner)):
         return False
-    found = [*map(_spec, parts)]
+    found = [*map(spec_of, parts)]
     return all(map(operator.is_, found, specs)) or all(map(operator.eq, found, specs))
 
-
-_spec: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
 
 local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 """Return the tensor object that a DTensor wraps. `to_local()` returns a view of it, and autograd records that."""
