@@ -337,17 +337,14 @@ def _buckets(
     after it.
     """
     buckets: list[list[int]] = []
-    by_owner: dict[int, list[int]] = {}
+    last: dict[int, tuple[int, int]] = {}  # by owner: its last bucket, and how many elements it may still have there
     for index in longest_first:
-        by_owner.setdefault(owners[index], []).append(index)
-    for _, owned in sorted(by_owner.items()):
-        number, room = -1, 0
-        for index in owned:
-            numel = prod(matrices[index].shape)
-            if number < 0 or numel > room:
-                number, room = number + 1, limit
-            room -= numel
-            if number == len(buckets):
-                buckets.append([])
-            buckets[number].append(index)
+        numel = prod(matrices[index].shape)
+        number, room = last.get(owners[index], (-1, -1))
+        if numel > room:
+            number, room = number + 1, limit
+        last[owners[index]] = number, room - numel
+        if number == len(buckets):
+            buckets.append([])
+        buckets[number].append(index)
     return tuple(tuple(sorted(bucket)) for bucket in buckets)
