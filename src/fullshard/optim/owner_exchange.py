@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -199,9 +198,9 @@ class OwnerExchange:
         """Return the whole matrices that this rank owns, by index. Collective."""
         found: dict[int, Tensor] = {}
         for number, slot in self._arriving(fill):
-            wholes = self._assembled(number, slot)
+            route = self._routes.buckets[number]
+            wholes = self._assembled(route, slot)
             if self._inner is not None:
-                route = self._routes.buckets[number]
                 of_blocks = self._inner[number].to_owners(_fill_from(route, wholes))
                 wholes = {route.owned[index]: whole for index, whole in of_blocks.items()}
             found.update(wholes)
@@ -218,7 +217,7 @@ class OwnerExchange:
                 inner = self._inner[number]
                 parts = inner.to_shards({index: wholes[route.owned[index]] for index in inner.owned})
                 blocks = dict(zip(route.owned, parts))
-            for index, parts_of_matrix in self._parts(number, slot).items():
+            for index, parts_of_matrix in self._parts(route, slot).items():
                 self._copy_to_parts(parts_of_matrix, index, blocks[index])
             previous, back = back, self._send_back(number, slot, places)
             del slot
@@ -242,9 +241,10 @@ class OwnerExchange:
 
     def _compute(self, number: int, slot: Tensor, function: OnOwner) -> None:
         """Replace the whole matrices of a bucket, of which `slot` has the parts, by the function's results."""
-        route, parts = self._routes.buckets[number], self._parts(number, slot)
+        route = self._routes.buckets[number]
+        parts = self._parts(route, slot)
         if self._inner is not None:
-            fill = _fill_from(route, self._assembled(number, slot))
+            fill = _fill_from(route, self._assembled(route, slot))
             results = self._inner[number].run(fill, renumbered(function, route.owned))
             for index, result in zip(route.owned, results):
                 self._copy_to_parts(parts[index], index, result)
@@ -276,15 +276,14 @@ class OwnerExchange:
             alike.setdefault((matrix.shape, matrix.own_shape), []).append(index)
         return list(alike.values())
 
-    def _parts(self, number: int, slot: Tensor) -> dict[int, list[Tensor]]:
+    def _parts(self, route: Route, slot: Tensor) -> dict[int, list[Tensor]]:
         """Return the parts of each matrix of a bucket that this rank owns. `slot`: all parts, by rank and then by matrix."""
-        route = self._routes.buckets[number]
         parts = _views(slot, route.part_shapes)
         return {index: parts[place :: len(route.owned)] for place, index in enumerate(route.owned)}
 
-    def _assembled(self, number: int, slot: Tensor) -> dict[int, Tensor]:
+    def _assembled(self, route: Route, slot: Tensor) -> dict[int, Tensor]:
         """Return the whole matrices of a bucket that this rank owns, by index."""
-        return {index: self._whole(index, parts, slot) for index, parts in self._parts(number, slot).items()}
+        return {index: self._whole(index, parts, slot) for index, parts in self._parts(route, slot).items()}
 
     def _whole(self, index: int, parts: list[Tensor], slot: Tensor) -> Tensor:
         """Return a whole matrix of its parts, which are in `slot`."""
@@ -316,7 +315,7 @@ class OwnerExchange:
             raise StateError(
                 f"In {self._doing} the host waits for all ranks, which a graph of the device cannot hold. Leave it out."
             )
-        sent: deque[tuple[Tensor, CollectiveCall | None]] = deque()
+        sent: list[tuple[Tensor, CollectiveCall | None]] = []
         routes = self._routes.buckets
         for number in range(len(routes)):
             for ahead in range(number + len(sent), min(number + 2, len(routes))):
@@ -327,7 +326,7 @@ class OwnerExchange:
                 sent.append((slot, self._send(slot, shards, route.part_sizes, route.sizes, "matrices to their owners")))
                 del slot, shards
             self._wait(sent[0][1])
-            yield number, sent.popleft()[0]  # without a reference from here, so that the caller can free it
+            yield number, sent.pop(0)[0]  # without a reference from here, so that the caller can free it
 
     def _send_back(self, number: int, slot: Tensor, places: Sequence[Tensor]) -> CollectiveCall | None:
         """Start the message of a bucket's results."""
@@ -372,7 +371,7 @@ class OwnerExchange:
         return call
 
     def _counted(self, kind: str, tensor: Tensor, ranks: int, start: Callable[[], Started]) -> Callable[[], Started]:
-        """Return `start` with a record of its message."""
+        """Return `start` with a record of its message, which `record()` expects within."""
 
         def counted() -> Started:
             self._communicator.traffic.record(kind, [tensor], ranks)
