@@ -137,19 +137,18 @@ class MatrixOwners:
         batched: bool = False,
     ) -> None:
         self._parameters: list[Tensor] = list(parameters)
-        wrong = next((one for one in self._parameters if not isinstance(one, Tensor)), None)
-        if wrong is not None:
-            raise ValueError(f"MatrixOwners takes parameters, got {wrong!r} among them.")
-        check_float_dtype("dtype", dtype)
-        if cost is not None and not callable(cost):
-            raise ValueError(f"cost must be a function of a Matrix, or None, got {cost!r}.")
-        self._dtype, self._cost, self._batched = dtype, cost, check_bool("batched", batched)
         for parameter in self._parameters:
+            if not isinstance(parameter, Tensor):
+                raise ValueError(f"MatrixOwners takes parameters, got {parameter!r} among them.")
             if parameter.ndim < 2:
                 raise ValueError(
                     f"MatrixOwners takes parameters of at least two dims, got one of shape {tuple(parameter.shape)}. Leave it "
                     "to an element-wise optimizer."
                 )
+        check_float_dtype("dtype", dtype)
+        if cost is not None and not callable(cost):
+            raise ValueError(f"cost must be a function of a Matrix, or None, got {cost!r}.")
+        self._dtype, self._cost, self._batched = dtype, cost, check_bool("batched", batched)
         self._exchanges = Exchanges("MatrixOwners.map()", dtype, cost, batched=batched)
         self._splits = Splits(split, self._parameters)
         self._logical: list[ShardedParameter | None] = []  # of each parameter
