@@ -194,7 +194,7 @@ def _check_copies(parameters: Sequence[Tensor], logical: Sequence[ShardedParamet
     meshes = {id(one.sharding.mesh): one.sharding.mesh for one in logical}
     sizes = {key: mesh.size() for key, mesh in meshes.items()}
     largest = max(sizes.values(), default=1)
-    beside: list[Tensor] = [one.sharded for one in logical if sizes[id(one.sharding.mesh)] < largest]
+    beside = [one for one in logical if sizes[id(one.sharding.mesh)] < largest]
     plain = [one for one in parameters if one.requires_grad and not isinstance(one, DTensor)]
     unit = next((one.unit() for one in logical if sizes[id(one.sharding.mesh)] == largest), None)
     if unit is None or largest == 1 or not (beside or plain):
@@ -203,9 +203,9 @@ def _check_copies(parameters: Sequence[Tensor], logical: Sequence[ShardedParamet
     if calls & (calls - 1):  # no power of two
         return
     call = "clip_grad_norm_: comparison of copies"
-    grads = _Gradients([*beside, *plain], logical_parameters(beside))
+    grads = _Gradients([*(one.sharded for one in beside), *plain], beside)
     norm = _total_norm(grads, power, call) if grads.parts else torch.zeros(())
-    names = [f"'{one.name}' of unit '{one.unit_name.name}'" for one in logical_parameters(beside)[:3]] or [
+    names = [f"'{one.name}' of unit '{one.unit_name.name}'" for one in beside[:3]] or [
         f"a plain parameter of shape {tuple(plain[0].shape)}"
     ]
     more = len(beside) + len(plain) - len(names)
