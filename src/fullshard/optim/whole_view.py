@@ -255,7 +255,8 @@ class _WholeView:
         kept: dict[ShardedParameter, set[int | None]] = {}  # numbers of the pieces that this rank owns
         for mesh in unchecked:
             exchange, pieces = mesh.exchange.of(mesh.pieces, mesh.pieces), mesh.pieces
-            owned, flags = set(exchange.owned), []
+            owned = set(exchange.owned)
+            flags: list[list[bool]] = []
             for index, piece in enumerate(pieces):
                 has = bool(_state_of(optimizer.state, piece))
                 flags.append([has, has and index in owned, _is_of_another_split(optimizer.state, piece)])
