@@ -29,9 +29,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {one_line(message)} ({self.prog} --help lists the options)\n")
 
 
-def one_line(text: object, most: int = 600) -> str:
-    """Return a text without line ends and control characters, cut off after `most` characters."""
-    return "".join(c for c in " ".join(str(text).split()) if c.isprintable())[:most]
+def one_line(text: object) -> str:
+    """Return a text without line ends and control characters, cut off after 600 characters."""
+    return "".join(c for c in " ".join(str(text).split()) if c.isprintable())[:600]
 
 
 def failure_line(failure: BaseException, doing: str) -> str:
