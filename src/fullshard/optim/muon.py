@@ -87,6 +87,8 @@ class MuonStep:
     def _clear(self) -> None:
         self._members, self._rest, self._new = [], [], []
 
+    # A compiled step must not trace messages, nor leave them out the second time.
+    @_torch.not_traced
     def __call__(self, group: dict[str, Any], *lists: Any) -> Any:
         """Keep what `_init_group` lists until the end of the step, and leave the lists empty."""
         if _torch.is_tracing():
@@ -114,6 +116,7 @@ class MuonStep:
             listed.clear()
         return result
 
+    @_torch.not_traced
     def end_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Compute the step of the noted matrices. Collective."""
         members, rest, new = self._members, self._rest, self._new

@@ -149,7 +149,8 @@ class _OptimizerCache:
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._back_references = [back_references(members) for members in self._parameters]
         sharded = [logical_parameters(members) for members in self._parameters]
-        self._sharded = [weakref.ref(parameter) for members in sharded for parameter in members]
+        every = [*chain.from_iterable(sharded)]
+        self._sharded = [*map(weakref.ref, every)]
         self.listeners = [make(optimizer, sharded) for make in STEP_LISTENERS]  # told of its steps
         self.states: Any = None  # `optimizer.state`, which `load_state_dict()` replaces
         # lists the tensors of a step instead of the optimizer: local shards, or those of Muon; None for other optimizers
@@ -161,11 +162,10 @@ class _OptimizerCache:
             # have kept theirs, so this rank keeps it, too.
             kept = None if before is None else before.lister
             self.lister = kept if isinstance(kept, MuonStep) else MuonStep(optimizer)
-            self.lister.keep_only(parameter for members in sharded for parameter in members)
+            self.lister.keep_only(every)
         self.had_grad: set[int] = set()  # ids of those of `sharded` that had a gradient when the running step began
-        foreign = self.lister is None and is_foreign(optimizer)
         # order of the parameters in steps of optimizers of other libraries; None for optimizers of torch
-        self.order: StepOrder | None = StepOrder(parameter for members in sharded for parameter in members) if foreign else None
+        self.order = StepOrder(every) if self.lister is None and is_foreign(optimizer) else None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the optimizer builds a new cache
@@ -277,11 +277,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         splits.check_sharded(f"{type(optimizer).__name__}.step()")
     if cache.lister is not None:
         cache.lister.begin_step(optimizer)
-        lists: Callable[..., Any] = cache.lister
-        end_step: Callable[..., None] = cache.lister.end_step
-        if isinstance(lists, MuonStep):  # a compiled step must not trace its messages, nor leave them out the second time
-            lists, end_step = torch.compiler.disable(lists.__call__), torch.compiler.disable(end_step)
-        _torch.have_listed_by(optimizer, lists, end_step)
+        _torch.have_listed_by(optimizer, cache.lister, cache.lister.end_step)
 
 
 def _check_whole_matrices(optimizer: torch.optim.Optimizer, sharded: Sequence[ShardedParameter]) -> None:
