@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -61,12 +61,10 @@ def meta_kernels(kernels: dict[str, Callable[..., Any]]) -> Iterator[None]:
 @contextmanager
 def _extended(owner: Any, **instead: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of a module or class in the block, by functions that get the replaced one and its arguments."""
-    undo = [extended(owner, name, function) for name, function in instead.items()]
-    try:
+    with ExitStack() as stack:
+        for name, function in instead.items():
+            stack.callback(extended(owner, name, function))
         yield
-    finally:
-        for one in undo:
-            one()
 
 
 def on_numpy(values: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -51,10 +52,10 @@ class TracedModel:
         """Return this trace for other arguments of `explain`, or None if the model must be traced again for them."""
         before = self.arguments
         # Functions and batches are compared by identity: they have no useful equality.
-        same = all(getattr(before, name) is getattr(arguments, name) for name in ("build", "batch", "loss"))
-        same = same and before.tensor_parallel == arguments.tensor_parallel and before.parallelize is arguments.parallelize
-        same = same and before.footprints == arguments.footprints and before.keep_output == arguments.keep_output
-        if not same or before.accelerator != arguments.accelerator:
+        if any(getattr(before, name) is not getattr(arguments, name) for name in ("build", "batch", "loss", "parallelize")):
+            return None
+        values = ("tensor_parallel", "footprints", "keep_output", "accelerator")
+        if any(getattr(before, name) != getattr(arguments, name) for name in values):
             return None
         plan = self.planned_for(arguments).plan
         blocks = _blocks(self.model, plan)
@@ -180,19 +181,11 @@ def _plan_of(model: nn.Module, arguments: ExplainArguments) -> Plan:
 def _checkpointed(model: nn.Module, names: Sequence[str], *, selective: bool) -> Iterator[None]:
     """Checkpoint the forward of the modules `names` within a `with` block. `selective`: see `_selective_contexts`."""
     options: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
-    before: list[tuple[nn.Module, Any]] = []
-    try:
-        for module in (model.get_submodule(name) for name in names):
-            # An instance may have a `forward` of its own already, which must come back afterwards.
-            before.append((module, vars(module).get("forward")))
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False, **options)
+    checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **options)
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(_torch.extended(model.get_submodule(name), "forward", checkpointed))
         yield
-    finally:
-        for module, own in before:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
 
 
 def _selective_contexts() -> Any:
@@ -443,12 +436,9 @@ def _location(failure: BaseException, model: nn.Module | None) -> str:
     """Return the innermost module and the innermost user line of a traceback, as in " (in 'layers.0', at model.py:12)"."""
     names = {} if model is None else {id(module): name for name, module in model.named_modules()}
     module = place = ""
-    frame = failure.__traceback__
-    # A traceback runs from the outermost frame to the innermost, so the last match wins.
-    while frame is not None:
-        module = names.get(id(frame.tb_frame.f_locals.get("self"))) or module
-        place = place_of(frame.tb_frame.f_code.co_filename, frame.tb_lineno) or place
-        frame = frame.tb_next
+    for frame, line in traceback.walk_tb(failure.__traceback__):  # the innermost frame is the last one
+        module = names.get(id(frame.f_locals.get("self"))) or module
+        place = place_of(frame.f_code.co_filename, line) or place
     parts = [f"in '{module}'"] * bool(module) + [f"at {place}"] * bool(place)
     return f" ({', '.join(parts)})" if parts else ""
 
