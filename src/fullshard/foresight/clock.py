@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -146,7 +147,7 @@ class _Clock:
         self._spans: list[Span] = []
         self._exposed: dict[str, float] = {}
         self._sent: Counter[str] = Counter()
-        self._seconds: dict[tuple[object, ...], float] = {}
+        self._op_seconds = cache(partial(op_seconds, gpu=gpu))
         self._moments: list[tuple[float, int]] = []
         self._place = Place(0, "", "forward", 0)
         self._since = 0.0
@@ -175,10 +176,7 @@ class _Clock:
         if not op.nbytes:
             return
         gpu = self._gpu
-        key = op.flops, op.nbytes, op.name, op.dtype, op.causal, op.sizes
-        seconds = self._seconds.get(key)
-        if seconds is None:
-            seconds = self._seconds[key] = op_seconds(op, gpu)
+        seconds = self._op_seconds(op)
         if self._link > self._compute:  # a concurrent collective slows kernels down
             seconds *= gpu.overlap
         if gpu.synchronous:
@@ -234,7 +232,7 @@ class _Clock:
     def ended(self) -> Timeline:
         """Close the last span, and return the timeline."""
         self._close()
-        seconds = max(self._compute, *self._streams.values(), self._host) if self._streams else max(self._compute, self._host)
+        seconds = max(self._compute, self._host, *self._streams.values())
         exposed = dict(sorted(self._exposed.items(), key=lambda found: -found[1]))
         spans = tuple(sorted(self._spans, key=lambda span: (span.start, span.end)))
         return Timeline(spans, seconds, self._computing, exposed, self._starved, dict(self._sent), tuple(self._moments))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import prod
 from typing import Any, Literal
@@ -218,7 +218,8 @@ class Variants:
                 )
             is_traced, base = self.is_traced(changes), self._base_trace()
             traced = self._traced[id(arguments.batch), arguments.recompute] if is_traced else base
-            compute, state = self._compute_cost(traced, self.arguments.machine), self._state_cost_of(arguments, base)
+            seconds, kept = self._compute_cost(traced, self.arguments.machine)
+            state = self._state_cost_of(arguments, base)
         except ValueError as refused:
             self.skipped.append((dict(changes), str(refused)))
             return None
@@ -230,12 +231,12 @@ class Variants:
         if microbatches > 1:
             accumulated = state.kept_gradients + (state.gradients if arguments.accumulate else 0)
         nbytes = state.nbytes + accumulated + arguments.machine.context
-        computing = microbatches * compute.seconds
+        computing = microbatches * seconds
         if is_traced:
-            nbytes += compute.kept
+            nbytes += kept
         elif self.rows_of(changes) * microbatches == self.rows * self.arguments.microbatches:
             # The same rows split into more microbatches take no less time.
-            computing = self.arguments.microbatches * compute.seconds
+            computing = self.arguments.microbatches * seconds
         else:
             computing = 0.0  # other rows have no known bound
         return Bound(max(computing, communication), nbytes, state.pinned, is_traced)
@@ -259,30 +260,19 @@ class Variants:
         return self._state_costs[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _ComputeCost:
-    """Compute cost of one microbatch."""
-
-    seconds: float  # seconds of all operators, without any waiting
-    kept: int  # bytes that stay after forward: activations, buffers and the batch
-
-
-def _compute_cost(traced: TracedModel, gpu: Gpu) -> _ComputeCost:
-    seconds: dict[object, float] = {}
+def _compute_cost(traced: TracedModel, gpu: Gpu) -> tuple[float, int]:
+    """Return the costs of one microbatch: seconds of all operators without any waiting, and bytes that stay after forward."""
+    seconds = cache(partial(op_seconds, gpu=gpu))
     total = host = 0.0
-    kept = 0
+    kept = traced.trace.buffers + traced.trace.batch
     for event in traced.trace.events:
         if isinstance(event, Op) and event.nbytes:
-            key = event.name, event.flops, event.nbytes, event.dtype, event.causal, event.sizes
-            if key not in seconds:
-                seconds[key] = op_seconds(event, gpu)
-            total += seconds[key]
+            total += seconds(event)
             host += gpu.launch
         elif isinstance(event, Allocated) and event.storage in traced.trace.kept:
             kept += event.nbytes
-    kept += traced.trace.buffers + traced.trace.batch
     # An accelerator computes while the host launches the next operators; on the CPU, both take time of the same threads.
-    return _ComputeCost(total + host if gpu.synchronous else max(total, host), kept)
+    return total + host if gpu.synchronous else max(total, host), kept
 
 
 @dataclass(frozen=True, slots=True)
