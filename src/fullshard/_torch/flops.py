@@ -52,7 +52,8 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     grouped_mm: _flops_of_groups,
 }
 
-_PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm"}
+_PRODUCTS_WITH_SUMMAND = {torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten._scaled_mm, *_PRODUCTS_WITH_SUMMAND}
 
 
 def grouped_mm_shape(
@@ -91,14 +92,11 @@ def count_flops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 def sizes_of_product(operation: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """Return (rows, inner, columns) of a matrix product, (head dim, length of the keys) of attention; else ()."""
-    packet, backward = operation.overloadpacket, "backward" in str(operation)
+    packet = operation.overloadpacket
     if packet in _FLOPS and packet is not grouped_mm:
-        query, key = args[1:3] if backward else args[:2]
+        query, key = args[1:3] if "backward" in str(packet) else args[:2]
         return query.shape[-1], key.shape[-2]
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    one, other = (
-        tensors[-2:] if str(packet) in ("aten.addmm", "aten.baddbmm") else tensors[:2] if len(tensors) > 1 else (None, None)
-    )
-    if one is None or other is None or str(packet) not in _PRODUCTS:
+    if packet not in _PRODUCTS:
         return ()
+    one, other = args[1:3] if packet in _PRODUCTS_WITH_SUMMAND else args[:2]
     return one.shape[-2], one.shape[-1], other.shape[-1]

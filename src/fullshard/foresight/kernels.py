@@ -15,14 +15,11 @@ from torch import Tensor
 from fullshard import _torch
 
 
-def fused_kernels() -> AbstractContextManager[None]:
-    """Return a context in which meta tensors run the fused kernels of an accelerator, also during recomputation."""
+def fused_kernels(*, accelerator: bool) -> AbstractContextManager[None]:
+    """Return a context in which meta tensors run the fused kernels of an accelerator or of the CPU (attention only)."""
+    if not accelerator:
+        return _torch.meta_kernels({"scaled_dot_product_attention": _attention_on_cpu})
     return _torch.meta_kernels({"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm, "dropout": _dropout})
-
-
-def host_kernels() -> AbstractContextManager[None]:
-    """Return a context in which meta tensors run the CPU's kernels: fused attention, decomposed RMSNorm."""
-    return _torch.meta_kernels({"scaled_dot_product_attention": _attention_on_cpu})
 
 
 def _attention_on_cpu(
@@ -39,10 +36,9 @@ def _attention_on_cpu(
     mask_needs_grad = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     if dropout_p or query.dim() != 4 or query.shape[-1] != value.shape[-1] or mask_needs_grad:
         return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    mask = attn_mask
-    if mask is not None and not mask.is_floating_point():
-        mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernel needs a float mask; on meta the values do not matter
-    return _torch.flash_attention_on_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+    if attn_mask is not None and not attn_mask.is_floating_point():
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # a float mask; on meta the values do not matter
+    return _torch.flash_attention_on_cpu(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _attention(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import _torch
 from fullshard.core import Message, cast_floats, hook_node, tensors_in
-from fullshard.foresight.kernels import fused_kernels, host_kernels
+from fullshard.foresight.kernels import fused_kernels
 from fullshard.foresight.precision import NO_CASTS, Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
 from fullshard.frontend.api import gc_paused
@@ -300,9 +300,9 @@ _NEEDS_VALUES = {_EQUAL, _COPIED, _torch.item.default}
 class _TraceMode(_torch.TorchDispatchMode):
     """Dispatch mode that records operators, and the allocation and the free of storages."""
 
-    def __init__(self, footprints: Mapping[str, Footprint], answers: Answers | None = None) -> None:
+    def __init__(self, footprints: Mapping[str, Footprint], answers: Answers) -> None:
         super().__init__()
-        self._answers = Answers({}) if answers is None else answers
+        self._answers = answers
         self.values = KnownValues()  # of meta tensors
         self._footprints = {name.replace("::", "."): value for name, value in footprints.items()}
         self._autograd_only_references = _autograd_only_references()
@@ -354,23 +354,21 @@ class _TraceMode(_torch.TorchDispatchMode):
         if known is not None:
             op, makes = known
             out = makes(args)
-            for tensor in out if type(out) is tuple else (out,):
-                self._track_storage(tensor)
-            self.values.note(func, args, kwargs, out)
+            outs = out if type(out) is tuple else (out,)
         else:
             out = self._run(func, args, kwargs)
-            if not has_footprint:
-                self.values.note(func, args, kwargs, out)
-            outs, given = [*tensors_in(out)], [*tensors_in((args, kwargs))]
+            outs, given = (*tensors_in(out),), [*tensors_in((args, kwargs))]
             _check_product_dtypes(func, given)
             if _torch.sends_messages(func):
                 self.unsimulated_collectives[str(func.overloadpacket).replace(".", "::")] = None
             op = _op_of(func, args, kwargs, out, given, outs)
-            for tensor in outs:
-                self._track_storage(tensor)
             makes_ = None if key is None else _result_factory(func, args, out, given, outs)
             if makes_ is not None:
                 self._op_cache[key] = op, makes_
+        if not has_footprint:
+            self.values.note(func, args, kwargs, out)
+        for tensor in outs:
+            self._track_storage(tensor)
         self.events.append(op)
         # Inside a backward, only recomputation enables grad.
         if op.flops and torch.is_grad_enabled() and _torch.current_graph_task() != -1:
@@ -594,7 +592,7 @@ class _StepTracer:
             _torch.on_activation_offload(partial(_refuse, _ACTIVATION_OFFLOAD)),
             _torch.on_context_parallel(partial(_refuse, _CONTEXT_PARALLEL)),
             _torch.on_numpy(recorder.values_on_host),
-            fused_kernels() if self._accelerator else host_kernels(),
+            fused_kernels(accelerator=self._accelerator),
         ):
             recorder.register_existing(list(model.parameters()))
             buffers = recorder.register_existing(list(model.buffers()))
@@ -757,7 +755,7 @@ def _check_loss(value: Any) -> None:
 
 def events_of(work: Callable[[], object], existing: Sequence[Tensor]) -> list[Event]:
     """Return the operators, allocations and frees of work on meta, without the storages of `existing`."""
-    recorder = _TraceMode({})
+    recorder = _TraceMode({}, Answers({}))
     recorder.register_existing(existing)
     with recorder:
         work()
