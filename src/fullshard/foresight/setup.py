@@ -159,7 +159,6 @@ def trace_model(arguments: ExplainArguments) -> TracedModel:
                     known=known,
                     batch_values=values_of_batch(arguments.batch),
                     keep_output=arguments.keep_output,
-                    warm=mesh is not None,
                 )
             except UntraceablePlace as failure:
                 raise Untraceable(f"{failure}{_location(failure, model)}") from failure

@@ -357,6 +357,8 @@ class _TraceMode(_torch.TorchDispatchMode):
             outs = out if type(out) is tuple else (out,)
         else:
             out = self._run(func, args, kwargs)
+            if isinstance(out, _torch.FakeTensor):
+                return out  # made by DTensor's sharding propagation
             outs, given = (*tensors_in(out),), [*tensors_in((args, kwargs))]
             _check_product_dtypes(func, given)
             if _torch.sends_messages(func):
@@ -523,7 +525,6 @@ def trace(
     known: Mapping[str, KnownValue] = MappingProxyType({}),
     batch_values: Sequence[KnownValue | None] = (),
     keep_output: bool = False,
-    warm: bool = False,
 ) -> Trace:
     """Trace one step of a model on meta.
 
@@ -535,7 +536,6 @@ def trace(
         known: known values of buffers, by name.
         batch_values: the known values of the batch's tensors, in order; None for an unknown one.
         keep_output: True if the training loop keeps the forward's output until backward ends.
-        warm: True to trace one step before, which fills DTensor's caches of sharding propagation.
 
     >>> with torch.device("meta"):
     ...     model, x = nn.Linear(4, 4), torch.empty(2, 4)
@@ -554,8 +554,6 @@ def trace(
                 f"footprints expected the name of an operator, as 'aten::nonzero', or a place, as 'model.py:12', got {name!r}."
             )
     step = _StepTracer(model, batch, loss, precision, accelerator, at_operators, batch_values, keep_output)
-    if warm:
-        step.run(Answers(at_places), known)
     found, notes = decide(partial(step.run, known=known), at_places, _difference)
     if step.reads_values and step.written:  # buffers that a step writes have other values in the next step
         known = {name: value for name, value in known.items() if name not in step.written}
