@@ -28,7 +28,7 @@ from fullshard.foresight.question import ExplainArguments
 from fullshard.foresight.setup import TracedModel, batch_size_of, setting_of, tensors_of
 from fullshard.foresight.simulate import Setting, group_plans, options_of
 from fullshard.foresight.trace import Allocated, Op
-from fullshard.policies import PRESETS, CPUOffloadPolicy, StateSharding
+from fullshard.policies import PRESETS, CPUOffloadPolicy
 from fullshard.wrap.plan import Plan
 
 Changes = Mapping[str, Any]
@@ -227,10 +227,9 @@ class Variants:
         # Compute and communication may overlap completely, so the bound is the longer of the two.
         communication = microbatches * state.gather + state.gather_once + state.reduce_once
         communication += (1 if arguments.accumulate else microbatches) * state.reduce
-        accumulated = 0
+        nbytes = state.nbytes + arguments.machine.context
         if microbatches > 1:
-            accumulated = state.kept_gradients + (state.gradients if arguments.accumulate else 0)
-        nbytes = state.nbytes + accumulated + arguments.machine.context
+            nbytes += state.kept_gradients + (state.gradients if arguments.accumulate else 0)
         computing = microbatches * seconds
         if is_traced:
             nbytes += kept
@@ -294,22 +293,21 @@ class _StateCost:
 
 
 def _state_cost(traced: TracedModel, setting: Setting, gpu: Gpu, network: Network) -> _StateCost:
-    groups: list[tuple[GroupPlan, StateSharding]] = []
+    groups: list[GroupPlan] = []
     for planned, entries in traced.plan.held():
-        options = options_of(planned, setting)
-        groups += [(group, options.states) for group in group_plans(planned.name, entries, options, setting)]
-    shards = sum(group.shard_nbytes for group, _ in groups if not group.host)
-    pinned = sum(group.shard_nbytes for group, _ in groups if group.host)
-    kept = sum(group.unsharded_nbytes for group, states in groups if states.keeps_parameters)
-    kept += sum(group.inner_shard_nbytes for group, _ in groups)
+        groups += group_plans(planned.name, entries, options_of(planned, setting), setting)
+    shards = sum(group.shard_nbytes for group in groups if not group.host)
+    pinned = sum(group.shard_nbytes for group in groups if group.host)
+    kept = sum(group.unsharded_nbytes for group in groups if group.options.states.keeps_parameters)
+    kept += sum(group.inner_shard_nbytes for group in groups)
     optimizer = sum(sum(step.states) for step in setting.optimizer if not step.on_host)
     pinned += sum(sum(step.states) for step in setting.optimizer if step.on_host)
     gather, reduce = [0.0, 0.0], [0.0, 0.0]  # of units that do so in each microbatch, and once per step
     gradients = [0, 0]
-    for group, states in groups:
+    for group in groups:
         if group.layout.ranks == 1:
             continue
-        nbytes = group.unsharded_nbytes
+        nbytes, states = group.unsharded_nbytes, group.options.states
         gather[states.keeps_parameters] += _collective_seconds(group, "all_gather", nbytes, gpu, network, setting.mesh)
         if group.trainable:
             numel = sum(prod(place.shape) for place in group.layout.offsets)
