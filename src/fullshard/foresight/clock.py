@@ -153,7 +153,6 @@ class _Clock:
         self._since = 0.0
 
     def enter(self, place: Place) -> None:
-        """Close the span of the previous place, and start a new one."""
         self._close()
         self._place = place
         self._moments.append((self._compute, place.changes))
@@ -164,7 +163,6 @@ class _Clock:
         self._since = self._compute
 
     def run(self, instruction: Op | Launch | Await) -> None:
-        """Advance the clock by one instruction."""
         if isinstance(instruction, Op):
             self._run_op(instruction)
         elif isinstance(instruction, Launch):
@@ -230,7 +228,6 @@ class _Clock:
             self._host = self._compute
 
     def ended(self) -> Timeline:
-        """Close the last span, and return the timeline."""
         self._close()
         seconds = max(self._compute, self._host, *self._streams.values())
         exposed = dict(sorted(self._exposed.items(), key=lambda found: -found[1]))

@@ -128,7 +128,6 @@ def _plan(name: str, load: Load) -> Any:
 
 
 def _explain_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `explain` that are options on the command line."""
     arguments: dict[str, Any] = {"world": options.world}
     if options.expandable_segments:
         arguments["expandable_segments"] = True

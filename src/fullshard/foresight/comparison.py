@@ -84,7 +84,6 @@ def compare(estimate: StepEstimate, run: Recorded) -> Comparison:
 
 
 def _messages(estimate: StepEstimate, run: Recorded) -> Iterator[Difference]:
-    """Yield the differences in the collectives."""
     # Collectives are predicted exactly, so any difference means another model, plan or setting, and is listed: its weight is at
     # least MIN_WEIGHT.
     both = run.messages, estimate.messages

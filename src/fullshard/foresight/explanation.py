@@ -85,9 +85,6 @@ class Explanation(StepEstimate):
 
         Raises:
             StateError: if fewer than two optimizer steps were recorded.
-
-        Example:
-            >>> print(r.against(run))                                                         # doctest: +SKIP
         """
         return compare(self, run)
 
@@ -101,9 +98,6 @@ class Explanation(StepEstimate):
 
         Args:
             path: path of the file.
-
-        Example:
-            >>> r.json("explained.json")                                                      # doctest: +SKIP
         """
         Path(path).write_text(json.dumps(figures(self), indent=1) + "\n")
 
@@ -127,9 +121,6 @@ class Explanation(StepEstimate):
 
         Raises:
             ImportError: if matplotlib is not installed.
-
-        Example:
-            >>> r.png("explained.png")                                                        # doctest: +SKIP
         """
         figure_of(self).savefig(path, dpi=150)
 

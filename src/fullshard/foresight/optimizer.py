@@ -82,7 +82,6 @@ def optimizer_step(
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Event]:
-    """Run one step, and return its events."""
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]

@@ -179,7 +179,6 @@ class _Exchange:
         return launch
 
     def _finish(self, leaving: tuple[int, Launch] | None) -> None:
-        """Wait for the message of a slot, and free the slot."""
         if leaving is not None:
             slot, launch = leaving
             self._program.instructions.append(Await(launch))

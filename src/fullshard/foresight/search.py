@@ -176,10 +176,6 @@ class Found:
 
         Returns:
             True if it does.
-
-        Example:
-            >>> found.allows(found.base)                                                      # doctest: +SKIP
-            False
         """
         r = candidate.explanation
         return candidate.needed <= self.budget * r.gpu.memory and r.pinned <= r.gpu.host
@@ -269,7 +265,6 @@ class _Search:
         self._gap = 0.0
 
     def find(self, goal: Goal) -> Found:
-        """Return the result for this goal."""
         for changes in self._all:
             if len(changes) == 1:
                 self._attempt(changes)
@@ -338,7 +333,6 @@ class _Search:
         return float("inf") if bound is None or bound.pinned > self.base.explanation.gpu.host else bound.nbytes
 
     def _with_world(self, world: int) -> list[dict[str, Any]]:
-        """Return all settings with this number of ranks."""
         arguments = self._variants.arguments
         rounds, rest = divmod(arguments.world * arguments.microbatches, world)
         if world == arguments.world:

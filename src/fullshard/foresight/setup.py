@@ -99,7 +99,6 @@ class TracedModel:
         return steps
 
     def _muon_step(self, shards: Sequence[LocalShard]) -> OptimizerStep:
-        """Return a step of Muon over the matrices of the model, and of AdamW over the rest."""
         arguments = self.arguments
         unsupported = {"engine='fsdp2'": arguments.engine == "fsdp2", "tensor_parallel": arguments.tensor_parallel > 1}
         names = ", ".join(name for name, is_set in unsupported.items() if is_set)

@@ -498,7 +498,6 @@ def group_plans(name: str, entries: Sequence[PlanEntry], options: UnitOptions, s
 
 
 def _group_plan(name: str, group: EntryGroup, options: UnitOptions, setting: Setting, *, two_hops: bool) -> GroupPlan:
-    """Return the plan of one parameter group."""
     if setting.engine == "fsdp2":
         group = replace(group, dtypes=group.dtypes.of_fsdp2)
     ranks, dtypes, subgroup = 1 if group.scalar else setting.ranks, group.dtypes, options.subgroup_size

@@ -580,7 +580,6 @@ class _StepTracer:
     used: set[str] = field(default_factory=set)  # names of the footprints that any trace used
 
     def run(self, answers: Answers, known: Mapping[str, KnownValue]) -> Trace:
-        """Trace the step once."""
         model, recorder = self._model, _TraceMode(self._footprints, answers)
         with (
             gc_paused(),
@@ -621,7 +620,6 @@ class _StepTracer:
         )
 
     def _run_step(self, recorder: _TraceMode) -> None:
-        """Run forward, loss and backward under the recorder."""
         model, batch = self._model, self._batch
         with _hooks(model, recorder, self._precision), recorder, ConstantsMode(recorder.values):
             with _step_part("forward"):
