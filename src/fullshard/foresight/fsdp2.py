@@ -45,8 +45,7 @@ class Fsdp2Group(SimulatedGroup):
         self._staging.append(self.allocate(nbytes, "staging", "gather"))
         self.copy(2 * nbytes // ranks)
         self.ledger.free(cast)
-        self.send(Message("all_gather", plan.dtypes.compute, nbytes, 1, ranks))
-        return StartedWork()
+        return self.send(Message("all_gather", plan.dtypes.compute, nbytes, 1, ranks))
 
     def finish_all_gather(self) -> None:
         """Copy the parameters out, and free the previous unit's all-gather output, or in backward this unit's own."""

@@ -113,9 +113,9 @@ class SimulatedGroup:
 
     def reduce_collective(self, message: Message) -> StartedWork:
         """Start a collective that reduces. On gloo, allocate its receive buffers, as `GlooCollectives` does."""
-        self.send(message)
+        started = self.send(message)
         if not self.plan.gloo or message.ranks == 1:
-            return StartedWork()
+            return started
         pair = message.ranks == 2
         received = message.nbytes // 2 if pair and message.kind == "reduce_scatter" else message.nbytes
         sent = 0 if message.kind == "reduce_scatter" else message.nbytes
@@ -155,8 +155,7 @@ class SimulatedGroup:
         plan = self.plan
         if self._subgroup_shard >= 0:
             assert plan.subgroup is not None
-            self.send(Message("all_gather", plan.dtypes.compute, plan.unsharded_nbytes, 1, plan.subgroup))
-            return StartedWork()
+            return self.send(Message("all_gather", plan.dtypes.compute, plan.unsharded_nbytes, 1, plan.subgroup))
         return self.start_hop(plan.layout, first=plan.over_replicas is None)
 
     def start_hop(self, layout: GroupLayout, *, first: bool) -> StartedWork:

@@ -73,11 +73,12 @@ class Program:
         """Start a new place: the next instructions belong to this unit and phase."""
         self.places.append(Place(len(self.instructions), unit, phase, changes))
 
-    def send(self, message: Message) -> None:
-        """Record a collective of the work that is being started."""
+    def send(self, message: Message) -> StartedWork:
+        """Record a collective of the work that is being started, and return it as complete."""
         self.messages.append(message)
         if self._current is not None:
             self._current.messages.append(message)
+        return StartedWork()
 
     def copy(self, nbytes: int) -> None:
         """Record a copy: on the stream of the work that is being started, else on the compute stream."""

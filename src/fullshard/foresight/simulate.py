@@ -19,7 +19,6 @@ from fullshard.core import (
     Message,
     Move,
     Scheduler,
-    StartedWork,
     UnitOptions,
     UnitRecord,
     message_length,
@@ -363,16 +362,13 @@ class _Simulator:
         for reduction in reductions:
             logs[reduction.plan.log].append(reduction.plan)
         for plans in () if self._as_fsdp2 else logs.values():
-            length = message_length(sum(len(plan.parameters) for plan in plans))
-
-            def send(ranks: int, length: int = length) -> StartedWork:
-                self.program.send(Message("heartbeat", torch.uint8, length, 1, ranks))
-                return StartedWork()
-
             first = plans[0]  # all groups of a log have the same ranks
-            work = self._reduce_stream.run("", partial(send, first.layout.ranks))
+            length = message_length(sum(len(plan.parameters) for plan in plans))
+            message = Message("heartbeat", torch.uint8, length, 1, first.layout.ranks)
+            work = self._reduce_stream.run("", partial(self.program.send, message))
             if first.replicated:
-                work = self._replicate_stream.run("", partial(send, first.replicas), after=work)
+                message = replace(message, ranks=first.replicas)
+                work = self._replicate_stream.run("", partial(self.program.send, message), after=work)
             heartbeats.append(work)
         return heartbeats
 
