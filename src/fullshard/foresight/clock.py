@@ -220,10 +220,8 @@ class _Clock:
             self._close()
             self._spans.append(Span("wait", self._compute, end, launch.unit, f"waits for {launch.stream}"))
             self._exposed[launch.unit] = self._exposed.get(launch.unit, 0.0) + end - self._compute
-            self._awaited[launch.stream] = end
             self._compute = self._since = end
-        else:
-            self._awaited[launch.stream] = self._compute
+        self._awaited[launch.stream] = self._compute
         if self._gpu.synchronous:
             self._host = self._compute
 

@@ -108,8 +108,8 @@ def run_explain(options: argparse.Namespace, parts: dict[str, Any], load: Load) 
         raise ValueError(
             f"The factory returns {min(unknown)!r}, which is no argument of explain(). Choose from {', '.join(known)}."
         )
-    plans = [_plan(name, load) for name in options.plan] or [arguments.pop("plan", "auto")]
-    arguments.pop("plan", None)
+    given = arguments.pop("plan", "auto")
+    plans = [_plan(name, load) for name in options.plan] or [given]
     found = [explain(**arguments, plan=plan) for plan in plans]
     better = search(**arguments, plan=plans[0], goal=options.find) if options.find else None
     written = _write(options, found)

@@ -54,11 +54,7 @@ class RecordedStep:
     levels: dict[str, int] = field(default_factory=dict)  # by unit: bytes of tensors at the beginning of its forward
 
     def use_seconds(self, seconds: Callable[[Mark, Mark], float]) -> None:
-        """Replace marks by seconds. Leave out collectives that sent nothing or have not ended.
-
-        Args:
-            seconds: the seconds between two marks.
-        """
+        """Replace marks by `seconds(begin, end)`. Leave out collectives that sent nothing or have not ended."""
         since = partial(seconds, self.began)
         self.sent = [one for one in self.sent if one.messages and one.ended is not None]
         for one in self.sent:

@@ -369,7 +369,7 @@ def _modules_to_recompute(model: nn.Module, plan: Plan, blocks: list[str], recom
     if callable(recompute):
         units = [name for unit in plan.units for name in unit.modules if name]
         return [name for name in units if recompute(name, model.get_submodule(name))]
-    head, _, every = recompute.partition(":") if isinstance(recompute, str) else ("", "", "")
+    head, _, every = str(recompute).partition(":")
     each = 1 if head in ("block", "selective") and not every else int(every) if head == "every" and every.isdecimal() else 0
     if each < 1:
         raise ValueError(
