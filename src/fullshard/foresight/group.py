@@ -213,14 +213,14 @@ class SimulatedGroup:
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            if self.kept[index] is None and dtypes.compute == dtypes.kept:
+            is_new, nbytes = self.kept[index] is None, self.numel(index) * dtypes.kept.itemsize
+            if is_new and dtypes.compute == dtypes.kept:
                 self.kept[index] = grad  # the gradient itself becomes the accumulator
                 continue
-            if self.kept[index] is not None:
-                if dtypes.compute != dtypes.kept and not self.plan.accelerator:  # on the CPU, add_ casts into a temporary
-                    self.ledger.free(self.allocate(self.numel(index) * dtypes.kept.itemsize, "gradients"))
-            else:
-                self.kept[index] = self.allocate(self.numel(index) * dtypes.kept.itemsize, "gradients")
+            if is_new:
+                self.kept[index] = self.allocate(nbytes, "gradients")
+            elif dtypes.compute != dtypes.kept and not self.plan.accelerator:  # on the CPU, add_ casts into a temporary
+                self.ledger.free(self.allocate(nbytes, "gradients"))
             spent.append(grad)
         return spent
 

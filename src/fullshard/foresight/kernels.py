@@ -52,13 +52,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run the attention kernel that torch selects on CUDA: flash, memory-efficient or math attention."""
-    if query.dim() != 4:
-        return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     flash_supported = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
-    if attn_mask is None and flash_supported:
+    if query.dim() == 4 and attn_mask is None and flash_supported:
         return _torch.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa and key.shape[-3] != query.shape[-3]:  # not in the memory-efficient kernel
-        return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+    # The memory-efficient kernel takes 4 dims and equal numbers of heads.
+    if query.dim() != 4 or (enable_gqa and key.shape[-3] != query.shape[-3]):
+        return _torch.math_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     bias = attn_mask
     if bias is not None:
         bias = bias if bias.is_floating_point() else torch.zeros_like(bias, dtype=query.dtype)

@@ -46,7 +46,3 @@ class Precision:
             if dtype is not None
         )
         return self.parameters == other.parameters and self.outputs == other.outputs and casts_nothing
-
-
-NO_CASTS = Precision({}, {}, {})
-"""Precision of a model without policies."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import _torch
 from fullshard.core import Message, cast_floats, hook_node, tensors_in
 from fullshard.foresight.kernels import fused_kernels
-from fullshard.foresight.precision import NO_CASTS, Precision
+from fullshard.foresight.precision import Precision
 from fullshard.foresight.values import Answers, Untraceable, UntraceablePlace, decide
 from fullshard.frontend.api import gc_paused
 from fullshard.wrap.known_values import ConstantsMode, KnownValue, KnownValues
@@ -519,7 +519,7 @@ def trace(
     batch: Sequence[Any] | Mapping[str, Any],
     *,
     loss: Callable[[Any], Tensor],
-    precision: Precision = NO_CASTS,
+    precision: Precision = Precision({}, {}, {}),
     accelerator: bool = True,
     footprints: Mapping[str, Footprint] = MappingProxyType({}),
     known: Mapping[str, KnownValue] = MappingProxyType({}),
