@@ -445,32 +445,26 @@ class _Simulator:
 
 def options_of(planned: PlannedUnit, setting: Setting) -> UnitOptions:
     """Return the options of a unit: its own, with the setting's as defaults."""
-    options: dict[str, Any] = {
-        "mp_policy": setting.mp_policy,
-        "comm_policy": setting.comm_policy,
-        "offload_policy": setting.offload_policy,
-        "reshard_after_forward": setting.reshard_after_forward,
-        "states": setting.states,
-        **planned.options,
-    }
+    defaults = ("mp_policy", "comm_policy", "offload_policy", "reshard_after_forward", "states")
+    options: dict[str, Any] = {**{name: getattr(setting, name) for name in defaults}, **planned.options}
     if planned.options:
         check_options([planned.options])
-    if setting.engine == "fsdp2" and options["states"] != ZERO3:
-        raise ValueError(f"states={options['states']} needs engine='fullshard': torch's FSDP2 has no such level.")
-    only_here = fields_only_here(resolve_mp(options["mp_policy"])) if setting.engine == "fsdp2" else []
+    states, mp = options["states"], resolve_mp(options["mp_policy"])
+    if setting.engine == "fsdp2" and states != ZERO3:
+        raise ValueError(f"states={states} needs engine='fullshard': torch's FSDP2 has no such level.")
+    only_here = fields_only_here(mp) if setting.engine == "fsdp2" else []
     if only_here:
         raise ValueError(f"MixedPrecisionPolicy({only_here[0]}=) needs engine='fullshard': torch's FSDP2 has no such option.")
-    if options["states"].shards_over_replicas and not setting.hybrid:
+    if states.shards_over_replicas and not setting.hybrid:
         raise ValueError(
-            f"states={options['states']} needs a hybrid mesh. Pass mesh=(replicas, ranks), got one mesh dim of size "
-            f"{setting.ranks}."
+            f"states={states} needs a hybrid mesh. Pass mesh=(replicas, ranks), got one mesh dim of size {setting.ranks}."
         )
-    policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, options["states"])
+    policy, subgroup = parse_reshard_after_forward(options["reshard_after_forward"], setting.ranks, states)
     return UnitOptions(
         keep_after_forward=policy,
         subgroup_size=subgroup,
-        states=options["states"],
-        mp=resolve_mp(options["mp_policy"]),
+        states=states,
+        mp=mp,
         offload=resolve_offload(options["offload_policy"]),
         comm=options["comm_policy"],
         checks=CheckPolicy(),
