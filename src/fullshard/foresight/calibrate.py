@@ -271,6 +271,10 @@ class _Bench:
 
     def _network(self, sizes: tuple[tuple[int, int, int], ...], group: Any) -> dict[str, float]:
         """Return speed and latency of the library's own collectives, and the slowdown of compute during a collective."""
+
+        def begin(start: Callable[[], Started]) -> Work:
+            return HostStream().run(start, lambda: None)
+
         ranks = group.size()
         collectives = collectives_for(group, self.device)
         numel = (1 << 20 if self.device.type == "cpu" else 1 << 26) // ranks * ranks
@@ -278,16 +282,16 @@ class _Bench:
         small, part = torch.zeros(256 * ranks, device=self.device), torch.zeros(256, device=self.device)
         gather, tiny = collectives.gatherer([full], [shard]), collectives.gatherer([small], [part])
         # The minimum: noise only adds to a latency, and a late rank would count as latency.
-        latency = min(self._times(partial(_run, tiny)))
+        latency = min(self._times(lambda: begin(tiny).wait()))
         reduce_scatter = partial(collectives.reduce_scatter, [shard], [full], 1.0 / ranks)
-        seconds = sum(median(self._times(partial(_run, start))) for start in (gather, reduce_scatter))
+        seconds = sum(median(self._times(lambda: begin(start).wait())) for start in (gather, reduce_scatter))
         link = 2 * numel * 4 * (ranks - 1) / ranks / max(seconds / 4, seconds - 2 * latency)
         m, k, n = sizes[-1]
         x, y = torch.randn(m, k, device=self.device), torch.randn(k, n, device=self.device)
         alone = self._seconds(lambda: x @ y)
 
         def both() -> None:
-            pending = _begin(gather)
+            pending = begin(gather)
             _ = x @ y
             pending.wait()
 
@@ -305,11 +309,3 @@ class _Bench:
             self._sync()
             times.append(time.perf_counter() - began)
         return times
-
-
-def _begin(start: Callable[[], Started]) -> Work:
-    return HostStream().run(start, lambda: None)
-
-
-def _run(start: Callable[[], Started]) -> None:
-    _begin(start).wait()

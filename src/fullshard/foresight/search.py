@@ -257,8 +257,8 @@ class _Search:
         self._began, self._stopped = time.process_time(), False
         base = variants.run({})
         self._max_bytes = budget * base.gpu.memory
-        self._known: dict[tuple[Any, ...], Candidate] = {}
-        self.base = self._add({}, base)
+        self.base = Candidate({}, base)
+        self._known = {_key_of({}): self.base}
         self._axes = axes_of(base, over)
         self._all = sorted(settings(self._axes, variants.arguments), key=len)
         self._left: set[tuple[Any, ...]] = set()  # keys of settings that were ruled out, or left out for lack of time
@@ -407,11 +407,10 @@ class _Search:
         key = _key_of(changes)
         if key not in self._known:
             found = self._variants.attempt(changes)
-            return None if found is None else self._add(changes, found)
+            if found is None:
+                return None
+            self._known[key] = Candidate(dict(changes), found)
         return self._known[key]
-
-    def _add(self, changes: Changes, found: Explanation) -> Candidate:
-        return self._known.setdefault(_key_of(changes), Candidate(dict(changes), found))
 
     def _fits(self, candidate: Candidate) -> bool:
         return candidate.needed <= self._max_bytes and candidate.explanation.pinned <= candidate.explanation.gpu.host

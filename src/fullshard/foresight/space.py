@@ -60,7 +60,9 @@ def axes_of(base: Explanation, over: Mapping[str, Sequence[Any]] | None) -> list
         for value in values if name == "microbatches" else ():
             check_int("microbatches", value)
         requested = getattr(base.traced.arguments, name)
-        axes.append([{}, *({name: value} for value in values if not _same(value, requested))])
+        # The types as well: for `reshard_after_forward`, True and 1 are different settings, but equal.
+        others = [value for value in values if type(value) is not type(requested) or value != requested]
+        axes.append([{}, *({name: value} for value in others)])
     return axes
 
 
@@ -109,11 +111,6 @@ def settings(axes: Sequence[Axis], arguments: ExplainArguments) -> Iterator[dict
         if states.shards_over_replicas and (mesh is None or isinstance(mesh, int) or len(mesh) != 2):
             continue
         yield changes
-
-
-def _same(one: Any, other: Any) -> bool:
-    # The types as well: for `reshard_after_forward`, True and 1 are different settings, but equal.
-    return type(one) is type(other) and bool(one == other)
 
 
 def _offloads(arguments: ExplainArguments) -> bool:
