@@ -208,14 +208,13 @@ class Variants:
         """Return the bound of a step with these changes, or None and add the reason to `skipped` if they are invalid."""
         try:
             arguments = self.arguments_for(changes)
-            if self.quick and not self.is_traced(changes):
+            key = id(arguments.batch), arguments.recompute
+            if self.quick and key not in self._traced:
                 # Only these arguments change the trace: `recompute`, and three that change the rows of a microbatch.
-                self.run(
-                    {name: value for name, value in changes.items() if name in ("rows", "recompute", "microbatches", "world")}
-                )
-            is_traced, base = self.is_traced(changes), self._base_trace()
-            traced = self._traced[id(arguments.batch), arguments.recompute] if is_traced else base
-            seconds, kept = self._compute_cost(traced, self.arguments.machine)
+                tracing = ("rows", "recompute", "microbatches", "world")
+                self.run({name: value for name, value in changes.items() if name in tracing})
+            traced, base = self._traced.get(key), self._base_trace()
+            seconds, kept = self._compute_cost(traced or base, self.arguments.machine)
             state = self._state_cost_of(arguments, base)
         except ValueError as refused:
             self.skipped.append((dict(changes), str(refused)))
@@ -228,14 +227,14 @@ class Variants:
         if microbatches > 1:
             nbytes += state.kept_gradients + (state.gradients if arguments.accumulate else 0)
         computing = microbatches * seconds
-        if is_traced:
+        if traced is not None:
             nbytes += kept
         elif self.rows_of(changes) * microbatches == self.rows * self.arguments.microbatches:
             # The same rows split into more microbatches take no less time.
             computing = self.arguments.microbatches * seconds
         else:
             computing = 0.0  # other rows have no known bound
-        return Bound(max(computing, communication), nbytes, state.pinned, is_traced)
+        return Bound(max(computing, communication), nbytes, state.pinned, traced is not None)
 
     def _base_trace(self) -> TracedModel:
         """Return a trace of the requested batch, without recomputation unless `recompute` is a function."""
