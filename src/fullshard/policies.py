@@ -311,6 +311,14 @@ class MixedPrecisionPolicy:
             )
         return chosen is not None and chosen == parameter.dtype and chosen != self.param_dtype
 
+    def without_override(self) -> MixedPrecisionPolicy:
+        """Return the policy without `param_dtype_override_fn`, for parameters that it was called with already.
+
+        Returns:
+            A policy with equal dtypes.
+        """
+        return self if self.param_dtype_override_fn is None else replace(self, param_dtype_override_fn=None)
+
     def for_planning(self) -> MixedPrecisionPolicy:
         """Return the policy for a plan, which has no parameters to pass to `param_dtype_override_fn`.
 

@@ -35,6 +35,8 @@ def test_every_full_tensor_comes_once_in_order(world: World, cut: str) -> None:
         assert list(found) == [name for name in Net().state_dict() if name != "head.weight"]
         for name, tensor in found.items():
             assert torch.equal(tensor, values()[name].to(options.get("dtype", torch.float32))), name
+    devices = {tensor.device.type for _, tensor in fullshard.iter_full(model, to=0)}
+    assert devices == ({world.mesh.device_type} if world.rank == 0 else set())
 
 
 class Deep(nn.Module):

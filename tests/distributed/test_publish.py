@@ -484,6 +484,18 @@ def test_an_unsharded_model_is_published_by_each_rank_for_itself(world: World) -
 
 
 @ranks(2)
+def test_changes_of_a_model_on_a_mesh_of_one_rank_are_found(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("models", "shard"))["shard"]
+    model = fullshard.fully_shard(nn.Linear(2, 2), mesh=mesh)
+    pub = fullshard.publish(model)
+    first = pub.seal(0)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    changes = pub.changed(pub.seal(1), since=first, to=world.rank)
+    assert set(changes.full) | set(changes.elements) == {"weight"}
+
+
+@ranks(2)
 def test_rows_that_a_rule_quantizes_are_published_in_full(world: World) -> None:
     """Rows of 8 bits and their scales, as a quantized engine takes them: of the sealed values, not of those that are trained."""
 

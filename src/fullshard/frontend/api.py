@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
@@ -200,7 +199,7 @@ class PreparedShard:
             keep_after_forward=keep_after_forward,
             subgroup_size=subgroup_size,
             states=states,
-            mp=replace(self._mp_policy, param_dtype_override_fn=None),  # `check` calls it, once with each parameter
+            mp=self._mp_policy.without_override(),  # `check` calls the override, once with each parameter
             offload=offload_policy,
             comm=comm_policy,
             checks=check_policy,

@@ -29,8 +29,7 @@ class Receiver:
         if to not in tensors.ranks:
             raise ValueError(f"to must be one of the ranks {tensors.ranks} of the model, got {to}.")
         self._to, self._index = tensors.ranks.index(to), tensors.index
-        group = tensors.agreement(doing)
-        self._device = group.device
+        group, self._device = tensors.agreement(doing), tensors.units[0].axis.device
         self._exchanges = deque(Exchange(group) for _ in range(at_once))
         group.barrier()  # the exchanges that follow carry no tags: ranks whose options differ diverge here
 
