@@ -42,7 +42,7 @@ MEASURED = (
         "fp32, 11 parameters",
         "{fullshard:,} | {FSDP2:,}",
     ),
-    ("two gloo ranks, forward and backward, dim 1,024 (ms)", "train_cpu.2026-11-23", "dim 1024", "{fullshard:,} | {FSDP2:,}"),
+    ("two gloo ranks, forward and backward, dim 1,024 (ms)", "train_cpu.2026-11-30", "dim 1024", "{fullshard:,} | {FSDP2:,}"),
 )
 """Rows of README's table: what, file, line of its figures, and columns."""
 
