@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fullshard
+from fullshard import MixedPrecisionPolicy
 from fullshard.foresight.trace import TensorParallelCollective
 
 DIM, DEPTH, ROWS = 128, 3, 64
@@ -65,6 +67,36 @@ def test_ranks_of_tensor_parallelism_have_and_compute_their_part_and_wait_for_ea
     assert gathered < 0.3 * sum(m.nbytes for m in one.messages if m.kind == "all_gather")
     assert "4 ranks x 4 of tensor parallelism" in str(four).splitlines()[0]
     assert four.tokens_per_second * four.seconds * 4 == pytest.approx(ROWS), "four GPUs share a batch"
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def test_sequence_parallelism_around_a_fused_norm_sends_what_the_decomposed_one_sends() -> None:
+    def split(model: Any, mesh: DeviceMesh) -> None:
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(model, mesh, {"norm": SequenceParallel(), "head": head})
+
+    told: dict[str, Any] = {
+        "world": 4,
+        "tensor_parallel": 4,
+        "parallelize": split,
+        "loss": loss,
+        "mp_policy": MixedPrecisionPolicy(),
+    }
+    sent = []
+    for gpu in ("cpu", "h100-sxm"):
+        found = fullshard.explain(Normed, torch.empty(2, ROWS, DIM, device="meta"), gpu=gpu, **told)
+        sent.append([event.message for event in found.traced.trace.events if isinstance(event, TensorParallelCollective)])
+    assert sent[0] == sent[1] and len(sent[0]) == 3, (
+        "an all-gather in front of the head, its reduction, and the output's gather"
+    )
 
 
 def test_messages_inside_a_machine_stay_there_and_others_begin_where_tensor_parallelism_ends() -> None:

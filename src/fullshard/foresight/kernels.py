@@ -6,11 +6,13 @@ kernel does not.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fullshard import _torch
 
@@ -19,6 +21,7 @@ def fused_kernels(*, accelerator: bool) -> AbstractContextManager[None]:
     """Return a context in which meta tensors run the fused kernels of an accelerator or of the CPU (attention only)."""
     if not accelerator:
         return _torch.meta_kernels({"scaled_dot_product_attention": _attention_on_cpu})
+    _register_shardings()
     return _torch.meta_kernels({"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm, "dropout": _dropout})
 
 
@@ -91,6 +94,34 @@ def _(x: Tensor, normalized_shape: list[int], weight: Tensor | None) -> tuple[Te
 @torch.library.impl(_LIBRARY, "rms_norm_backward", "Meta")
 def _(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+@functools.cache
+def _register_shardings() -> None:
+    """Tell DTensor that rows of an RMSNorm may be sharded, as by sequence parallelism."""
+    from torch.distributed.tensor.experimental import register_sharding  # here, since the import takes 25 ms
+
+    operators = torch.ops.fullshard_foresight
+    register_sharding(operators.rms_norm.default)(_placements)
+    register_sharding(operators.rms_norm_backward.default)(_placements_in_backward)
+
+
+def _placements(x: Any, normalized_shape: list[int], weight: Any) -> list[Any]:
+    """Return what the (outputs, inputs) may be on a mesh dim: all replicated, or one dim of the rows sharded."""
+    of_weight = None if weight is None else Replicate()
+    places: list[Any] = [Replicate(), *map(Shard, range(x.ndim - len(normalized_shape)))]
+    return [([place, place], [place, None, of_weight]) for place in places]
+
+
+def _placements_in_backward(grad: Any, x: Any, rstd: Any, weight: Any) -> list[Any]:
+    of_weight = None if weight is None else Replicate()
+    sums = None if weight is None else Partial()  # each rank sums over its rows
+    rows = [Shard(dim) for dim in range(x.ndim) if rstd.shape[dim] == x.shape[dim] > 1]
+    whole = Replicate()
+    return [
+        ([whole, of_weight], [whole, whole, whole, of_weight]),
+        *(([place, sums], [place, place, place, of_weight]) for place in rows),
+    ]
 
 
 class _RMSNorm(torch.autograd.Function):
