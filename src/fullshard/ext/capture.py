@@ -410,16 +410,16 @@ class Follower(Listener):
 class FollowedGraph:
     """Methods of a graph that the runtimes of its thread follow: a base class beside torch's, see `followed`."""
 
-    _open: ClassVar[FollowedGraph | None] = None  # the graph that is captured
+    current: ClassVar[FollowedGraph | None] = None  # the graph that is captured
     _handled: BaseException | None = None  # the exception that the program was handling when the capture began
     _parts: Sequence[Captured] = ()
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
         """Begin the capture. Raises StateError if another one has not ended."""
         torch_graph: Any = super()
-        if FollowedGraph._open is not None:
+        if FollowedGraph.current is not None:
             raise StateError("A graph of the device is being captured. End its capture, or its block, before another begins.")
-        FollowedGraph._open, self._handled = self, sys.exc_info()[1]
+        FollowedGraph.current, self._handled = self, sys.exc_info()[1]
         try:
             for follower in _followers():
                 follower.begin()
@@ -431,7 +431,7 @@ class FollowedGraph:
     def capture_end(self) -> None:
         """Join the streams of the capture, and end it."""
         torch_graph: Any = super()
-        if FollowedGraph._open is not self:
+        if FollowedGraph.current is not self:
             torch_graph.capture_end()
             return
         raised = sys.exc_info()[1]  # torch.cuda.graph calls this for a block that raised, too
@@ -450,7 +450,7 @@ class FollowedGraph:
 
     def _end(self, failure: BaseException | None) -> None:
         """Keep what was captured, for replays. After a failure, keep nothing."""
-        FollowedGraph._open = self._handled = None
+        FollowedGraph.current = self._handled = None
         self._parts = [part for one in _followers() if (part := one.end(failure)) is not None]
 
     def replay(self) -> None:
@@ -477,7 +477,7 @@ def followed(kind: Any) -> Any:
 
 def _note_step(optimizer: weakref.ref[torch.optim.Optimizer], groups: Sequence[dict[str, Any]]) -> None:
     """Record a step of an optimizer, if it is captured."""
-    if FollowedGraph._open is not None:
+    if FollowedGraph.current is not None:
         for follower in _followers():
             if follower.captured is not None:
                 follower.captured.steps.append(CapturedStep(optimizer, groups))
