@@ -7,7 +7,8 @@ What a new backend needs:
   `tests/distributed/test_collectives.py`). Beside AVG, only SUM and MAX are used, no premultiplied sums;
 - if it needs collectives of its own: a class with the members of `Collectives` (comm/base.py) and with `all_to_all` (as in
   comm/coalesced.py), for steps by owners as Muon's; a branch in `collectives_for`, above that of gloo; and, if its messages
-  carry tags, a branch in `carries_tags`.
+  carry tags, a branch in `carries_tags`;
+- if its `abort()` does nothing, as gloo's: its name in `abort_group` of _torch/c10d.py, or diverged ranks hang.
 
 `tests/unit/test_torch_versions.py` tests the choice. Predictions of a step (`foresight/simulate.py`) assume gloo on the
 CPU, and coalesced collectives on an accelerator.
