@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-# Private: the modules. torch's composable APIs record in modules of a program what they manage, and torch.distributed.fsdp
-# does not export the classes.
+# Private: both modules. The first has the keys under which torch's composable APIs keep states in an nn.Module; the second
+# has FSDP2's classes, which torch.distributed.fsdp does not export.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_api import Comm as Comm

@@ -19,7 +19,7 @@ _ADVICE = (
 
 
 class Inquiry:
-    """The states of the other ranks in one log. Those that were published after the notice number `request` reply to it."""
+    """The states of the other ranks in one log. A state published after notice number `request` is a reply to it."""
 
     def __init__(self, store: StateStore, log: CollectiveLog, request: int) -> None:
         self._store, self._log, self._request = store, log, request

@@ -28,7 +28,7 @@ class ReductionPlan:
     layout: GroupLayout
     numel: int  # elements per rank of the packed input
     packed: list[Segment]  # segments of the packed input
-    # Picks, in order, those of the gradients and `gaps` that are packed. None if torch.chunk would cut a gradient differently.
+    # Takes a list of gradients and `gaps`, and returns the packed ones in order. None if torch.chunk would cut one differently.
     pick: Callable[[Sequence[Any]], Sequence[Tensor]] | None
     gaps: list[Tensor]  # inputs of the gaps, (ranks, size) zeros in the compute dtype
     direct: tuple[int, ...]  # indices of parameters with an input of their own in the first reduce-scatter

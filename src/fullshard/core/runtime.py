@@ -144,7 +144,7 @@ class Runtime:
             raise StateError(
                 f"The forward of unit '{unit.name}' was called in a graph capture (as by torch.cuda.graph) that fullshard does "
                 "not follow. Capture the whole step by fullshard.Graph().capture(), on the thread of the model, or call "
-                "fullshard.install() first, after which fullshard follows torch.cuda.graph."
+                "fullshard.install() before torch.cuda.CUDAGraph(): it follows graphs that are made afterwards."
             )
         self.raised_in = None
         restore_subclass()  # an optimizer's step that raised may have left parameters as plain DTensors

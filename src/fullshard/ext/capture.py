@@ -349,7 +349,7 @@ class Follower(Listener):
                 self.captured.heartbeats.append(beat)
 
     def end(self, failure: BaseException | None) -> Captured | None:
-        """Forget what Python believes of a step that has not run. Return what was captured; None if nothing, or on failure."""
+        """Reset what Python noted of a step that did not run. Return what was captured; None if nothing was, or on failure."""
         runtime, captured, self.captured = self.runtime, self.captured, None
         runtime.communicator.capturing = False
         self._around.close()

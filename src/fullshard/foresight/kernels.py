@@ -107,7 +107,7 @@ def _register_shardings() -> None:
 
 
 def _placements(x: Any, normalized_shape: list[int], weight: Any) -> list[Any]:
-    """Return what the (outputs, inputs) may be on a mesh dim: all replicated, or one dim of the rows sharded."""
+    """Return the allowed placements of (outputs, inputs) on one mesh dim: all replicated, or sharded along one dim of rows."""
     of_weight = None if weight is None else Replicate()
     places: list[Any] = [Replicate(), *map(Shard, range(x.ndim - len(normalized_shape)))]
     return [([place, place], [place, None, of_weight]) for place in places]

@@ -66,7 +66,7 @@ class FSDP1Arguments:
         _check_types(self)
         self.strategy = self.sharding_strategy or ShardingStrategy.FULL_SHARD
         _check_combinations(self)
-        # Ignored modules with their submodules; and parameters, including those of ignored modules.
+        # Ignored modules with their submodules, and ignored parameters with those of these modules.
         self.left_out, self.ignored = _ignored(self.ignored_modules, self.ignored_states)
         self.device = _device(self.device_id, self.device_mesh)  # to move to
 
