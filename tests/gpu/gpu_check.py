@@ -1612,7 +1612,7 @@ def captures_and_replays(world: World, name: str, mp: tuple[Any, Any], options: 
         whole_step(replayed, own, x)
     static = inputs[0].clone()
     for _ in range(20):
-        graph = fullshard.Graph(world.device)
+        graph = fullshard.Graph()
         with graph.capture():
             loss = whole_step(replayed, own, static)
     equal = True
@@ -1675,7 +1675,7 @@ def captured_times_of(world: World, shape: Shape) -> list[list[str]]:
         before = torch.accelerator.memory_reserved()
         try:
             if name == "fullshard":
-                graph: Any = fullshard.Graph(world.device)
+                graph: Any = fullshard.Graph()
                 with graph.capture():
                     eager[name]()
             else:

@@ -13,7 +13,6 @@ from fullshard.core.heartbeat import Heartbeats, SentHeartbeat
 from fullshard.core.param_group import ParamGroup
 from fullshard.core.reduction import Reduction, commit_all
 from fullshard.core.scheduler import ForwardCall
-from fullshard.core.sharded_param import ShardedParameter
 from fullshard.core.unit import Unit
 from fullshard.errors import StateError
 
@@ -250,7 +249,12 @@ class GradientReducer:
         for beat, work in sent:
             if beat.must_be_read:
                 if self._communicator.capturing:
-                    raise _undecided_error(next(one.undecided for one in beat.reductions if one.is_partial and one.undecided))
+                    unused = next(one.undecided for one in beat.reductions if one.is_partial and one.undecided)
+                    raise StateError(
+                        f"A captured graph cannot hold a step that does not use parameter '{unused.name}' of unit "
+                        f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Before "
+                        "the capture, run a step that uses it and then zero_grad(set_to_none=False), or freeze the parameter."
+                    )
                 work.block()
                 used |= zip(map(id, beat.reductions), beat.used_anywhere())
         decided: list[Reduction] = []
@@ -279,15 +283,6 @@ class GradientReducer:
                 commit_all(self.decided)
             finally:
                 self.decided = None
-
-
-def _undecided_error(unused: ShardedParameter) -> StateError:
-    """Return the error for a captured step that does not use this parameter, which has no `.grad`."""
-    return StateError(
-        f"A captured graph cannot hold a step that does not use parameter '{unused.name}' of unit "
-        f"'{unused.unit_name.name}', which has no .grad: the host reads whether other ranks used it. Before the capture, "
-        "run a step that uses it and then zero_grad(set_to_none=False), or freeze the parameter."
-    )
 
 
 def _is_deferred(unit: Unit) -> bool:
