@@ -50,7 +50,7 @@ class Graph:
     torch's as well, with the arguments, `pool()` and `reset()` of torch.cuda.CUDAGraph.
 
     Raises:
-        StateError: without an accelerator.
+        StateError: without an accelerator; in the captured block, if a graph cannot hold what runs in it (docs/capture.md).
 
     Example:
         >>> graph = fullshard.Graph()                                                         # doctest: +SKIP
@@ -84,22 +84,22 @@ class Graph:
 
         Returns:
             The context manager of the block.
-
-        Raises:
-            StateError: in the block, if a graph cannot hold what runs in it (docs/capture.md).
         """
         return torch.get_device_module(torch.accelerator.current_accelerator()).graph(self, **options)
 
     def capture_begin(self, *args: Any, **options: Any) -> None:
-        """Begin the capture, as torch.cuda.graph does. Raises StateError if another one has not ended."""
-        if Graph.current is not None:
-            raise StateError("A graph of the device is being captured. End its capture, or its block, before another begins.")
-        self.checks, self.entries, self.written, self._handled = [], [], [], sys.exc_info()[1]
+        """Begin the capture, as `capture` and torch.cuda.graph do.
+
+        Args:
+            args: those of torch's graph.
+            options: those of torch's graph.
+        """
         with ExitStack() as ends:  # what ends the capture, the last first
-            ends.callback(setattr, Graph, "current", None)
+            ends.callback(setattr, Graph, "current", Graph.current)
             Graph.current = self
             runtimes = [one for one in Runtime.all_of_thread() if one.communicator.async_device is not None]
             joins = [ends.enter_context(one.listener(Follower).following(self)) for one in runtimes]
+            self.checks, self.entries, self.written, self._handled = [], [], [], sys.exc_info()[1]
             super().capture_begin(*args, **options)  # type: ignore[misc]
             for end in (super().capture_end, *joins):  # type: ignore[misc]
                 ends.callback(end)
@@ -178,6 +178,8 @@ class Follower(Listener):
     @contextmanager
     def following(self, graph: Graph) -> Iterator[Callable[[], None]]:
         """Follow the capture in the block, which calls what is yielded last. Do nothing if parts of a forward are captured."""
+        if self.graph is not None:
+            raise StateError("A graph of the device is being captured. End its capture, or its block, before another begins.")
         runtime = self.runtime
         runtime.recover()
         if runtime.scheduler.running or runtime.backward.underway:
@@ -193,7 +195,7 @@ class Follower(Listener):
             with runtime.watched(self._note):
                 yield self._join
             if runtime.scheduler.running or runtime.backward.underway:
-                raise StateError("A capture ended inside of a forward or backward, or behind one that raised. Capture it whole.")
+                raise StateError("A capture ended in a forward or backward, or behind one that raised. Capture it as a whole.")
             failed = False
         finally:
             self.graph, runtime.communicator.capturing = None, False
@@ -300,10 +302,9 @@ class Memory:
             )
         for group, now, then in zip(groups, _grads(groups), self._grads):
             if then is not None and now != then:
-                parameter = group.parameters[0]
                 raise StateError(
-                    f"A graph uses the gradient of '{parameter.name}' of unit '{parameter.unit_name.name}' in a tensor that is "
-                    "its .grad no longer. Between replays call zero_grad(set_to_none=False), and assign no .grad."
+                    f"A graph uses the gradient of '{group.parameters[0].name}' of unit '{group.parameters[0].unit_name.name}' "
+                    "in a tensor that is its .grad no longer. Between replays set none; call zero_grad(set_to_none=False)."
                 )
 
 
