@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import simulated
 import torch
+import torch.distributed as dist
 from harness import World, ranks
 from models import square
 from test_on_device import LOW, Block, Stack, late, mesh_like, values
@@ -436,6 +437,36 @@ def test_after_install_graphs_of_torch_are_followed_and_not_before(world: World)
             graph.replay()
         assert torch.equal(losses.cpu(), expected.step(index))
         assert torch.equal(mine.evaluate(index), expected.evaluate(index))
+
+
+def test_a_graph_is_one_of_torchs_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class in C++ that Python derives from, as CUDAGraph, which cannot be made without a driver: so HashStore stands for it."""
+
+    class CUDAGraph(dist.HashStore):
+        def __new__(cls, keep_graph: bool = False) -> Any:
+            made = super().__new__(cls)
+            made.kept = keep_graph
+            return made
+
+        def __init__(self, keep_graph: bool = False) -> None:
+            super().__init__()
+
+        def replay(self) -> None:
+            self.set("replayed", "yes")
+
+    device = SimpleNamespace(CUDAGraph=CUDAGraph)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    graph: Any = fullshard.Graph(keep_graph=True)
+    assert isinstance(graph, CUDAGraph) and graph.kept
+    graph.replay()
+    assert graph.get("replayed") == b"yes"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+def test_a_graph_without_an_accelerator_is_refused() -> None:
+    with pytest.raises(StateError, match="needs an accelerator"):
+        fullshard.Graph()
 
 
 # --- refused by name ---

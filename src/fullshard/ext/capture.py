@@ -70,11 +70,14 @@ class Graph:
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Make a graph of the accelerator, which is followed."""
-        device: Any = torch.get_device_module(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-        kind = getattr(device, "CUDAGraph", None) or getattr(device, "Graph", None)
-        if kind is None:
-            raise StateError("fullshard.Graph() needs an accelerator with graphs: the CPU has none.")
-        return super().__new__(followed(kind) if cls is Graph else cls, *args, **options)
+        made: Any = cls
+        if cls is Graph:
+            device: Any = torch.get_device_module(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+            kind = getattr(device, "CUDAGraph", None) or getattr(device, "Graph", None)
+            if kind is None:
+                raise StateError("fullshard.Graph() needs an accelerator with graphs: the CPU has none.")
+            made = followed(kind)
+        return super(Graph, made).__new__(made, *args, **options)
 
     def capture(self, **options: Any) -> AbstractContextManager[Any]:
         """Capture the block: forward and backward, and the optimizer's step or not.
@@ -272,10 +275,8 @@ class Follower(Listener):
     def before_backward(self, call: ForwardCall) -> None:
         """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
         unit, is_captured = self.runtime.backward.units[call.unit], self.graph is not None
-        if is_captured:
-            self._use(unit)
         kept = any(group.grads.are_left for group in unit.groups) and self._inside.get(call.unit, False) is not is_captured
-        if kept or call.end <= self._border:
+        if kept or call.end <= self._border or (is_captured and not self._units):
             raise StateError(
                 f"The backward of unit '{unit.name}' and {'one that kept its gradients' if kept else 'its forward'} are on two "
                 "sides of the capture of a graph of the device. Capture the step in one graph, or each microbatch in one, or "
@@ -311,10 +312,8 @@ class Memory:
 def _addresses(groups: Sequence[ParamGroup]) -> list[int]:
     found = [group.shard for group in groups]
     for group in groups:
-        if not group.flat:
-            found += inner_tensors(group.parameters[0].local)
-        if group.keeps_memory:
-            found += [buffer.flat for buffer in group.buffers if hasattr(buffer, "flat")]
+        found += [] if group.flat else inner_tensors(group.parameters[0].local)
+        found += [buffer.flat for buffer in group.buffers if group.keeps_memory and hasattr(buffer, "flat")]
     return [tensor.data_ptr() for tensor in found]
 
 
