@@ -342,7 +342,7 @@ def _check_step(reference: weakref.ref[torch.optim.Optimizer], settings: Sequenc
 
 
 def _note_step(optimizer: weakref.ref[torch.optim.Optimizer], _: object) -> None:
-    if Graph.current is not None:
+    if Graph.current is not None and any(one.communicator.capturing for one in Runtime.all_of_thread()):
         Graph.current.checks.append(partial(_check_step, optimizer, _settings(optimizer())))
 
 
