@@ -527,6 +527,11 @@ def test_a_forward_and_its_backward_are_in_one_graph_or_in_none(world: World) ->
     loss = square(job.model(x[0]))
     with pytest.raises(StateError, match="two sides of the capture"), fullshard.Graph().capture():
         loss.backward()
+    with pytest.raises(ZeroDivisionError), fullshard.Graph().capture():
+        kept.append(square(job.model(x[0])))
+        raise ZeroDivisionError
+    with pytest.raises(StateError, match="two sides of the capture"):
+        kept.pop().backward()
 
 
 @ranks(2, device="sim")

@@ -1,10 +1,10 @@
 """`Graph`: a training step that is captured once and replayed without the host's work, and what is checked around replays.
 
-before a capture       all-gathers in flight are waited for, and all heartbeats are read
-first use of a unit    every unit is resharded: what the graph all-gathers depends on nothing before it
+before a capture       all-gathers and reductions in flight are waited for, and all heartbeats are read
+first unit in it       all units are resharded, so that the graph itself all-gathers what it uses
 while it lasts         nothing is polled, and nothing is shown to the watchdog; heartbeats become part of the graph
-its end                the captured stream waits for the other streams; every unit is resharded, as nothing was computed
-before a replay        the last heartbeat that arrived, addresses, `.grad` and options of optimizers are compared
+its end                the captured stream waits for the others; all units are resharded: a capture fills no buffers
+before a replay        the newest heartbeat is read; addresses, `.grad` and options must be those of the capture
 behind a replay        the watchdog follows it
 """
 
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +63,12 @@ class Graph:
     Source: torch.cuda.graph.
     """
 
-    current: ClassVar[Any] = None  # the graph that is captured
-    checks: Sequence[Callable[[], None]] = ()  # called before a replay: each raises if what it relies on changed
-    entries: Sequence[tuple[Any, Callable[[Any], Any]]] = ()  # for each log: its communicator, and what logs a replay
-    written: Sequence[weakref.ref[ParamGroup]] = ()  # groups whose shards a replay writes
+    checks: Sequence[Callable[[], None]] = ()  # before a replay: each prepares it, or raises if it must not run
+    entries: Sequence[tuple[Any, Callable[[Any], Any]]] = ()  # per log: its communicator, and what logs a replay
+    written: Sequence[weakref.ref[ParamGroup]] = ()  # groups of units that a replay writes to
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Make a graph of the accelerator, which is followed."""
+        """Make a graph of torch's class for the accelerator, `followed`."""
         made: Any = cls
         if cls is Graph:
             device: Any = torch.get_device_module(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -97,12 +96,10 @@ class Graph:
             args: those of torch's graph.
             options: those of torch's graph.
         """
-        with ExitStack() as ends:  # what ends the capture, the last first
-            ends.callback(setattr, Graph, "current", Graph.current)
-            Graph.current = self
+        with ExitStack() as ends:  # run last to first by `capture_end`
             runtimes = [one for one in Runtime.all_of_thread() if one.communicator.async_device is not None]
             joins = [ends.enter_context(one.listener(Follower).following(self)) for one in runtimes]
-            self.checks, self.entries, self.written, self._handled = [], [], [], sys.exc_info()[1]
+            self.checks, self.entries, self.written, self._outer = [], [], [], sys.exc_info()[1]
             super().capture_begin(*args, **options)  # type: ignore[misc]
             for end in (super().capture_end, *joins):  # type: ignore[misc]
                 ends.callback(end)
@@ -110,10 +107,10 @@ class Graph:
 
     def capture_end(self) -> None:
         """Join the streams of the capture, and end it."""
-        if Graph.current is not self:
-            return super().capture_end()  # type: ignore[misc,no-any-return]  # which raises
-        raised = sys.exc_info()  # torch.cuda.graph calls this for a block that raised, too
-        self._ends.__exit__(*(raised if raised[1] is not self._handled else (None, None, None)))
+        ends, raised = vars(self).pop("_ends", None), sys.exc_info()  # torch.cuda.graph ends a block that raised, too
+        if ends is None:  # it never began
+            return super().capture_end()  # type: ignore[misc,no-any-return]
+        ends.__exit__(*(raised if raised[1] is not self._outer else (None, None, None)))  # `_outer` was not raised by the block
 
     def replay(self) -> None:
         """Run the step on the current stream.
@@ -123,7 +120,7 @@ class Graph:
         """
         for check in self.checks:
             check()
-        calls = [(communicator, log(CollectiveCall())) for communicator, log in self.entries]
+        calls = [(communicator, add(CollectiveCall())) for communicator, add in self.entries]
         for group in filter(None, [group() for group in self.written]):
             group.writes += 1  # before it runs: after an interrupt, one all-gather too many is harmless
         super().replay()  # type: ignore[misc]
@@ -135,7 +132,7 @@ class Graph:
 
 @cache
 def followed(kind: Any) -> Any:
-    """Return the subclass of a class of graphs that runtimes follow; unchanged if they do so already, as after `install()`."""
+    """Return the subclass of torch's class `kind` that runtimes follow; `kind` itself if it is one, as after `install()`."""
     return kind if issubclass(kind, Graph) else type(kind.__name__, (Graph, kind), {})
 
 
@@ -147,15 +144,15 @@ def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> l
         optimizers: those whose steps are captured as well.
 
     Returns:
-        One sentence per unit or optimizer that a graph cannot hold.
+        What a graph cannot hold, one text per unit or optimizer.
 
     Example:
         >>> graph = None if fullshard.capture_obstacles(model) else fullshard.Graph()         # doctest: +SKIP
     """
     found = [f"Unit '{unit.name}': {why}." for unit in units_below([model]) if (why := _obstacle(unit))]
-    owned = [one for one in optimizers if _torch.steps_as(one, torch.optim.Muon) or view_of(one) == "whole_view"]
+    waits = [one for one in optimizers if _torch.steps_as(one, torch.optim.Muon) or view_of(one) == "whole_view"]
     why = "in its step the host waits for all ranks. Leave it out of the graph."
-    return found + [f"{type(one).__name__}: {why}" for one in owned]
+    return found + [f"{type(one).__name__}: {why}" for one in waits]
 
 
 def _obstacle(unit: Unit) -> str:
@@ -170,9 +167,9 @@ def _obstacle(unit: Unit) -> str:
 class Follower(Listener):
     """Follows the captures of one runtime."""
 
-    graph: Any = None  # that is captured
-    _count = 0  # of graphs captured so far, with units in them
-    _border = -1  # on the scheduler's clock: where a capture began or ended last
+    graph: Any = None  # being captured
+    _count = 0  # of captures so far that met a unit
+    _border = -1  # the scheduler's clock when a capture met its first unit, or ended
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -180,7 +177,7 @@ class Follower(Listener):
 
     @contextmanager
     def following(self, graph: Graph) -> Iterator[Callable[[], None]]:
-        """Follow the capture in the block, which calls what is yielded last. Do nothing if parts of a forward are captured."""
+        """Follow a capture for the block. Yield its last call: `_join`, or a no-op (not followed) if a forward is running."""
         if self.graph is not None:
             raise StateError("A graph of the device is being captured. End its capture, or its block, before another begins.")
         runtime = self.runtime
@@ -192,7 +189,7 @@ class Follower(Listener):
         runtime.reducer.drain()
         runtime.reducer.heartbeats.read(keep=0)
         self._units, self._logs = dict[int, Unit](), dict[object, GroupFingerprints]()  # that the graph uses
-        self._versions = {group: group.version() for unit in runtime.all_units() for group in unit.groups}
+        self._versions = {group: group.version() for unit in runtime.all_units() for group in unit.groups}  # at begin
         self.graph, runtime.communicator.capturing, failed = graph, True, True
         try:
             with runtime.watched(self._note):
@@ -204,15 +201,16 @@ class Follower(Listener):
             self.graph, runtime.communicator.capturing = None, False
             groups = [group for unit in self._units.values() for group in unit.groups]
             self._units, self._versions = {}, {}
-            if self._logs and failed:
+            if groups and failed:
+                self._border = runtime.scheduler.clock
                 runtime.abort_step()
-            elif self._logs:
-                self._shard_all()  # nothing was computed
+            elif groups:
+                self._shard_all()  # their buffers hold garbage
                 for parts in filter(None, [group.parts for group in groups]):
-                    parts.keep()
+                    parts.keep()  # replays write to it
                 graph.checks = [*graph.checks, Memory(groups).check]
-                for fingerprints in self._logs.values():
-                    fingerprints.call(f"capture of graph {self._count} ends")
+                for table in self._logs.values():
+                    table.call(f"capture of graph {self._count} ends")
 
     def _note(self, move: Move, unit: Unit, run: Callable[[], None]) -> None:
         if move is Move.UNSHARD:
@@ -220,7 +218,7 @@ class Follower(Listener):
         run()
 
     def _use(self, unit: Unit, why: str = "") -> None:
-        """Record that the graph uses a unit. Raises StateError for a unit that a graph cannot hold, with `why`."""
+        """Record that the graph uses a unit. Raise StateError if it cannot: for `why`, else for an `_obstacle`."""
         if why := why or _obstacle(unit):
             raise StateError(f"A graph of the device cannot hold unit '{unit.name}': {why}.")
         if not self._units:  # only now: a graph without units may be captured on some ranks only
@@ -230,12 +228,12 @@ class Follower(Listener):
         self._units[unit.number] = unit
         for group in unit.groups:
             if (log := group.fingerprints.log) not in self._logs:
-                entries = self._logs[log] = GroupFingerprints(log, UnitName(""), "")
-                entries.call(f"capture of graph {self._count} begins")
-                self.graph.entries.append((self.runtime.communicator, partial(entries.call, f"replay of graph {self._count}")))
+                table = self._logs[log] = GroupFingerprints(log, UnitName(""), "")
+                table.call(f"capture of graph {self._count} begins")
+                self.graph.entries.append((self.runtime.communicator, partial(table.call, f"replay of graph {self._count}")))
 
     def _join(self) -> None:
-        """Order the captured stream behind the others: no work may be left there."""
+        """Let the captured stream wait for the others. Note what replays write."""
         for unit in self.runtime.all_units():
             if any(group.version() != self._versions.get(group) for group in unit.groups):
                 self._use(unit)  # it may have had no forward, if only an optimizer writes to it
@@ -244,7 +242,7 @@ class Follower(Listener):
         self.runtime.reducer.drain()
         for beat, work in self.runtime.reducer.heartbeats.take_unread():
             work.wait()
-            beat.expect()
+            beat.expect()  # until the first replay
             self.graph.checks.append(partial(self.runtime.reducer.heartbeats.check, beat))
 
     def _prepare_replay(self) -> None:
@@ -252,7 +250,7 @@ class Follower(Listener):
         if self.runtime.scheduler.running or self.runtime.backward.underway:
             raise StateError("A graph was replayed inside of a forward or backward. Replay it before or after.")
         self._finish_gathers()  # they may read shards that the graph writes
-        self.runtime.communicator.wait_for_next_event()
+        self.runtime.communicator.wait_for_next_event()  # the user's
 
     def _finish_gathers(self) -> None:
         for number in [*self.runtime.gathering]:
@@ -265,7 +263,7 @@ class Follower(Listener):
             unit.invalidate_unsharded()
 
     def beginning_forward(self, unit: Unit) -> None:
-        """Begin a forward in a capture. Raises StateError if a unit in it is unsharded from before."""
+        """In a capture, record the unit. Raise StateError if one in its model was pinned before it."""
         if self.graph is not None:
             for one in units_below([root for root in (unit.outermost, *unit.modules) if root is not None]):
                 if one.record.is_pinned and one.number not in self._units:
@@ -276,7 +274,7 @@ class Follower(Listener):
         """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
         unit, is_captured = self.runtime.backward.units[call.unit], self.graph is not None
         kept = any(group.grads.are_left for group in unit.groups) and self._inside.get(call.unit, False) is not is_captured
-        if kept or call.end <= self._border or (is_captured and not self._units):
+        if kept or call.end <= self._border or (is_captured and not self._units):  # which begins with a backward
             raise StateError(
                 f"The backward of unit '{unit.name}' and {'one that kept its gradients' if kept else 'its forward'} are on two "
                 "sides of the capture of a graph of the device. Capture the step in one graph, or each microbatch in one, or "
@@ -286,11 +284,11 @@ class Follower(Listener):
 
 
 class Memory:
-    """The memory that a graph uses and does not own: shards, buffers that keep theirs, one `.grad` of each group."""
+    """What a graph uses but does not own: shards, kept buffers, and `.grad` of the first parameter of each group."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups, self._addresses, self._grads = [*map(weakref.ref, groups)], _addresses(groups), _grads(groups)
-        # As long as `moves` is equal, so are addresses, but for those of buffers, and inside of tensor subclasses.
+        # `moves` counts moved shards only, so -1 (always compare) for kept buffers and insides of subclasses.
         self._moves = -1 if any(group.keeps_memory or not group.flat for group in groups) else ShardedParameter.moves
 
     def check(self) -> None:
@@ -305,7 +303,7 @@ class Memory:
             if then is not None and now != then:
                 raise StateError(
                     f"A graph uses the gradient of '{group.parameters[0].name}' of unit '{group.parameters[0].unit_name.name}' "
-                    "in a tensor that is its .grad no longer. Between replays set none; call zero_grad(set_to_none=False)."
+                    "in a tensor that is its .grad no longer. Keep it between replays: zero_grad(set_to_none=False)."
                 )
 
 
@@ -323,7 +321,7 @@ def _grads(groups: Sequence[ParamGroup]) -> list[int | None]:
 
 
 def _settings(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return what a captured step keeps to: options, and one state, as load_state_dict() replaces all of them together."""
+    """Return what a replay cannot change: options, and one state, as load_state_dict() replaces all states at once."""
     groups, states = optimizer.param_groups, (value for state in optimizer.state.values() for value in state.values())
     options = [(name, value) for group in groups for name, value in group.items() if name != "params"]
     state = next((value for value in states if isinstance(value, Tensor)), None)
@@ -341,9 +339,10 @@ def _check_step(reference: weakref.ref[torch.optim.Optimizer], settings: Sequenc
             )
 
 
-def _note_step(optimizer: weakref.ref[torch.optim.Optimizer], _: object) -> None:
-    if Graph.current is not None and any(one.communicator.capturing for one in Runtime.all_of_thread()):
-        Graph.current.checks.append(partial(_check_step, optimizer, _settings(optimizer())))
+def _note_step(optimizer: weakref.ref[torch.optim.Optimizer], _groups: object) -> None:
+    for runtime in Runtime.all_of_thread():
+        if runtime.communicator.capturing:
+            runtime.listener(Follower).graph.checks.append(partial(_check_step, optimizer, _settings(optimizer())))
 
 
 STEP_LISTENERS.append(lambda optimizer, sharded: partial(_note_step, weakref.ref(optimizer)))
