@@ -24,6 +24,7 @@ from test_on_device import LOW, Block, Stack, late, mesh_like, values
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -577,6 +578,59 @@ def test_an_unused_parameter_without_a_gradient_is_refused_by_name(world: World)
         square(model(x[0])).backward()
 
 
+@ranks(2, device="sim")
+def test_a_graph_of_the_optimizer_alone_leaves_units_as_they_are(world: World) -> None:
+    """Also resident ones, and those with collectives of their own, which it does not run."""
+    options: dict[str, Any] = {"captured": "backward", "comm_policy": CommPolicy(collectives=Adapted())}
+    expected, mine = Job(world, **options), Job(world, **options)
+    for job in (mine, expected):
+        job.step(0)
+        job.backwards(inputs(world, 1))
+    graph = fullshard.Graph()
+    with mine.model.resident():
+        with graph.capture():
+            mine.update()
+        assert not isinstance(mine.model.inp.weight, DTensor)
+    for index in range(2, 4):
+        graph.replay()
+        expected.update()
+        for job in (mine, expected):
+            job.backwards(inputs(world, index))
+    assert_same(mine, expected, "replays")
+
+
+class Counted(fullshard.Graph):
+    """A subclass of the user's."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        super().replay()
+
+
+@ranks(2, device="sim")
+def test_a_graph_may_be_derived_from_and_keeps_no_exception(world: World) -> None:
+    expected, mine = Job(world), Job(world)
+    for job in (mine, expected):
+        job.step(0)
+    x, graph = inputs(world, 1).clone(), Counted()
+
+    class Handled(Exception): ...
+
+    try:
+        raise Handled
+    except Handled as handled:
+        known = weakref.ref(handled)
+        with graph.capture():
+            losses = mine.backwards(x)
+            mine.update()
+    graph.replay()
+    assert torch.equal(losses.cpu(), expected.step(1)) and graph.replays == 1
+    gc.collect()
+    assert known() is None
+
+
 # --- what a replay relies on ---
 
 
@@ -620,7 +674,7 @@ MOVED = {
     "storage": "holds addresses of sharded parameters that changed",
     "option": "weight_decay of AdamW is 0.5, and was 0.01 when its step was captured",
     "tensor": "lr of AdamW is another tensor than when its step was captured",
-    "states": "state of AdamW is another tensor than when its step was captured",
+    "states": r"address of a state of AdamW is \[\d+\], and was \[\d+\] when its step was captured",
     "groups": r"len\(param_groups\) of AdamW is 2, and was 1 when its step was captured",
     "betas": r"betas of AdamW is \(0.5, 0.9\), and was \(0.9, 0.999\) when its step was captured",
 }
@@ -638,6 +692,24 @@ def test_a_replay_that_would_use_other_memory_or_options_raises_by_name(world: W
     moved(job, how)
     with pytest.raises(StateError, match=MOVED[how]):
         job.graph.replay()
+
+
+@ranks(2, device="sim")
+def test_an_option_that_is_added_after_a_capture_does_not_matter(world: World) -> None:
+    def two_groups(parameters: Any) -> torch.optim.Optimizer:
+        listed = list(parameters)
+        return adamw([{"params": listed[:2]}, {"params": listed[2:], "weight_decay": 0.0}])
+
+    expected, mine = Job(world, optimizer=two_groups), Job(world, optimizer=two_groups)
+    for job in (mine, expected):
+        job.step(0)
+    mine.capture()
+    torch.optim.lr_scheduler.LambdaLR(mine.optimizer, lambda step: 1.0)  # adds initial_lr to each group
+    mine.optimizer.param_groups[0]["lr"].fill_(0.01)
+    assert torch.equal(mine.replay(1), expected.step(1))
+    mine.optimizer.param_groups[1]["weight_decay"] = 0.1
+    with pytest.raises(StateError, match="weight_decay of AdamW is 0.1, and was 0.0"):
+        mine.graph.replay()
 
 
 @pytest.mark.skipif(not _torch.HONOURS_SUBCLASSES, reason="on this torch `.data =` changes no sharded parameter")
@@ -692,13 +764,15 @@ def test_values_that_are_loaded_between_replays_count(world: World, how: str) ->
         assert_same(mine, expected, str(index))
 
 
+@pytest.mark.parametrize("where", ["between replays", "in the graph"])
 @ranks(2, device="sim")
-def test_a_replay_waits_for_the_event_of_an_optimizer_on_another_stream(world: World) -> None:
-    """Set before the capture, or between replays."""
+def test_the_event_of_an_optimizer_on_another_stream_is_waited_for(world: World, where: str) -> None:
+    """By the next replay or, of two steps in one graph, by the second one."""
     expected, mine = Job(world, captured="backward"), Job(world, captured="backward")
+    side, micros = torch.Stream(device="sim"), 2 if where == "in the graph" else 1
     for job in (mine, expected):
-        job.step(0)
-    side = torch.Stream(device="sim")
+        with side if job is mine else contextlib.nullcontext():  # so that the optimizer's memory is of that stream
+            job.step(0)
 
     def update_on_side() -> None:
         side.wait_stream(torch.accelerator.current_stream())
@@ -706,18 +780,30 @@ def test_a_replay_waits_for_the_event_of_an_optimizer_on_another_stream(world: W
             mine.update()
             mine.model.set_post_optim_event(side.record_event())
 
-    with side:
-        mine.step(1)  # a step there, so that the optimizer's memory is of that stream
-    expected.step(1)
+    def steps(job: Job, x: Tensor, update: Callable[[], None]) -> Tensor:
+        losses = []
+        for part in x.split(1):
+            losses.append(job.backwards(part))
+            update()
+        return torch.cat(losses)
+
     with late(world, "others", 2000):
-        assert torch.equal(mine.backwards(inputs(world, 2)).cpu(), expected.backwards(inputs(world, 2)).cpu())
-        update_on_side(), expected.update()
-        mine.capture()
-        for index in range(3, 6):
-            mine.x.copy_(inputs(world, index))
-            mine.graph.replay()
-            assert torch.equal(mine.losses.cpu(), expected.backwards(inputs(world, index)).cpu())
-            update_on_side(), expected.update()
+        x = inputs(world, 1, micros)
+        assert torch.equal(steps(mine, x, update_on_side).cpu(), steps(expected, x, expected.update).cpu())
+        x, graph = x.clone(), fullshard.Graph()
+        with graph.capture():
+            if micros > 1:
+                losses = steps(mine, x, update_on_side)
+                torch.accelerator.current_stream().wait_stream(side)
+            else:
+                losses = mine.backwards(x)
+        for index in range(2, 5):
+            x.copy_(inputs(world, index, micros))
+            graph.replay()
+            assert torch.equal(losses.cpu(), steps(expected, x, expected.update).cpu())
+            if micros == 1:
+                update_on_side()
+        assert torch.equal(mine.evaluate(0), expected.evaluate(0))
 
 
 @ranks(2, device="sim")

@@ -257,9 +257,9 @@ class Streams:
         self.interrupted = False
 
     def wait_for_next_event(self) -> None:
-        """Order the compute stream behind `next_event`, if there is one, and clear it. A capture leaves it to the replays."""
-        if self.next_event is not None and not self.capturing:
-            event, self.next_event = self.next_event, None
+        """Order the compute stream behind `next_event`, if there is one, and clear it."""
+        event, self.next_event = self.next_event, None
+        if event is not None:
             _torch.wait_for_event(self.device, event)
 
     def send(

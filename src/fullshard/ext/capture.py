@@ -5,7 +5,6 @@ first unit in it       all units are resharded, so that the graph itself all-gat
 while it lasts         nothing is polled, and nothing is shown to the watchdog; heartbeats become part of the graph
 its end                the captured stream waits for the others; all units are resharded: a capture fills no buffers
 before a replay        the newest heartbeat is read; addresses, `.grad` and options must be those of the capture
-behind a replay        the watchdog follows it
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,16 +67,15 @@ class Graph:
     entries: Sequence[tuple[Any, Callable[[Any], Any]]] = ()  # per log: its communicator, and what logs a replay
     written: Sequence[weakref.ref[ParamGroup]] = ()  # groups of units that a replay writes to
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         """Make a graph of torch's class for the accelerator, `followed`."""
-        made: Any = cls
-        if cls is Graph:
+        if cls.__mro__[-2] is Graph:  # without a class of torch's
             device: Any = torch.get_device_module(torch.accelerator.current_accelerator(check_available=True) or "cpu")
             kind = getattr(device, "CUDAGraph", None) or getattr(device, "Graph", None)
             if kind is None:
                 raise StateError("fullshard.Graph() needs an accelerator with graphs: the CPU has none.")
-            made = followed(kind)
-        return super(Graph, made).__new__(made, *args, **options)
+            cls = followed(kind, cls)
+        return super().__new__(cls, *args, **options)
 
     def capture(self, **options: Any) -> AbstractContextManager[Any]:
         """Capture the block: forward and backward, and the optimizer's step or not.
@@ -99,18 +98,19 @@ class Graph:
         with ExitStack() as ends:  # run last to first by `capture_end`
             runtimes = [one for one in Runtime.all_of_thread() if one.communicator.async_device is not None]
             joins = [ends.enter_context(one.listener(Follower).following(self)) for one in runtimes]
-            self.checks, self.entries, self.written, self._outer = [], [], [], sys.exc_info()[1]
+            self.checks, self.entries, self.written = [], [], []
             super().capture_begin(*args, **options)  # type: ignore[misc]
             for end in (super().capture_end, *joins):  # type: ignore[misc]
                 ends.callback(end)
-            self._ends = ends.pop_all()
+            self._ends = ends.pop_all(), sys.exc_info()[1]
 
     def capture_end(self) -> None:
         """Join the streams of the capture, and end it."""
-        ends, raised = vars(self).pop("_ends", None), sys.exc_info()  # torch.cuda.graph ends a block that raised, too
+        (ends, outer), raised = vars(self).pop("_ends", (None, None)), sys.exc_info()
         if ends is None:  # it never began
             return super().capture_end()  # type: ignore[misc,no-any-return]
-        ends.__exit__(*(raised if raised[1] is not self._outer else (None, None, None)))  # `_outer` was not raised by the block
+        # torch.cuda.graph ends a block that raised, too. But `outer` was raised before, if the block is part of an `except`.
+        ends.__exit__(*(raised if raised[1] is not outer else (None, None, None)))
 
     def replay(self) -> None:
         """Run the step on the current stream.
@@ -131,9 +131,9 @@ class Graph:
 
 
 @cache
-def followed(kind: Any) -> Any:
+def followed(kind: Any, base: Any = Graph) -> Any:
     """Return the subclass of torch's class `kind` that runtimes follow; `kind` itself if it is one, as after `install()`."""
-    return kind if issubclass(kind, Graph) else type(kind.__name__, (Graph, kind), {})
+    return kind if issubclass(kind, base) else type(kind.__name__, (base, kind), {})
 
 
 def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[str]:
@@ -151,17 +151,15 @@ def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> l
     """
     found = [f"Unit '{unit.name}': {why}." for unit in units_below([model]) if (why := _obstacle(unit))]
     waits = [one for one in optimizers if _torch.steps_as(one, torch.optim.Muon) or view_of(one) == "whole_view"]
-    why = "in its step the host waits for all ranks. Leave it out of the graph."
-    return found + [f"{type(one).__name__}: {why}" for one in waits]
+    return found + [f"{type(one).__name__}: the host waits for all ranks in its step. Leave that out." for one in waits]
 
 
-def _obstacle(unit: Unit) -> str:
+def _obstacle(unit: Unit, gathers: bool = True) -> str:
     options = unit.options
     if isinstance(options.offload, CPUOffloadPolicy):
         return "its shards are in host memory (CPUOffloadPolicy), which the host reads and writes in each step"
-    if options.gather_adapter is not None or options.reduce_adapter is not None or options.comm.collectives is not None:
-        return "it has collectives of its own"
-    return ""
+    adapters = options.gather_adapter, options.reduce_adapter, options.comm.collectives
+    return "it has collectives of its own" if gathers and any(one is not None for one in adapters) else ""
 
 
 class Follower(Listener):
@@ -190,7 +188,8 @@ class Follower(Listener):
         runtime.reducer.heartbeats.read(keep=0)
         self._units, self._logs = dict[int, Unit](), dict[object, GroupFingerprints]()  # that the graph uses
         self._versions = {group: group.version() for unit in runtime.all_units() for group in unit.groups}  # at begin
-        self.graph, runtime.communicator.capturing, failed = graph, True, True
+        self.graph, runtime.communicator.capturing, self._gathers, failed = graph, True, False, True
+        event, runtime.communicator.next_event = runtime.communicator.next_event, None  # from outside: the first replay waits
         try:
             with runtime.watched(self._note):
                 yield self._join
@@ -198,14 +197,14 @@ class Follower(Listener):
                 raise StateError("A capture ended in a forward or backward, or behind one that raised. Capture it as a whole.")
             failed = False
         finally:
-            self.graph, runtime.communicator.capturing = None, False
+            self.graph, runtime.communicator.capturing, runtime.communicator.next_event = None, False, event
             groups = [group for unit in self._units.values() for group in unit.groups]
             self._units, self._versions = {}, {}
-            if groups and failed:
-                self._border = runtime.scheduler.clock
+            if self._gathers and failed:
                 runtime.abort_step()
-            elif groups:
+            if self._gathers:
                 self._shard_all()  # their buffers hold garbage
+            if groups and not failed:
                 for parts in filter(None, [group.parts for group in groups]):
                     parts.keep()  # replays write to it
                 graph.checks = [*graph.checks, Memory(groups).check]
@@ -217,13 +216,15 @@ class Follower(Listener):
             self._use(unit)
         run()
 
-    def _use(self, unit: Unit, why: str = "") -> None:
+    def _use(self, unit: Unit, why: str = "", gathers: bool = True) -> None:
         """Record that the graph uses a unit. Raise StateError if it cannot: for `why`, else for an `_obstacle`."""
-        if why := why or _obstacle(unit):
+        if why := why or _obstacle(unit, gathers):
             raise StateError(f"A graph of the device cannot hold unit '{unit.name}': {why}.")
+        if gathers and not self._gathers:
+            self._gathers = True
+            self._shard_all()  # so that it depends on nothing before the capture
         if not self._units:  # only now: a graph without units may be captured on some ranks only
             self._count += 1
-            self._shard_all()  # so that it depends on nothing before the capture
             self.graph.checks.append(self._prepare_replay)
         self._units[unit.number] = unit
         for group in unit.groups:
@@ -236,7 +237,7 @@ class Follower(Listener):
         """Let the captured stream wait for the others. Note what replays write."""
         for unit in self.runtime.all_units():
             if any(group.version() != self._versions.get(group) for group in unit.groups):
-                self._use(unit)  # it may have had no forward, if only an optimizer writes to it
+                self._use(unit, gathers=False)  # it may have had no forward, if only an optimizer writes to it
                 self.graph.written += map(weakref.ref, unit.groups)
         self._finish_gathers()
         self.runtime.reducer.drain()
@@ -274,11 +275,10 @@ class Follower(Listener):
         """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
         unit, is_captured = self.runtime.backward.units[call.unit], self.graph is not None
         kept = any(group.grads.are_left for group in unit.groups) and self._inside.get(call.unit, False) is not is_captured
-        if kept or call.end <= self._border or (is_captured and not self._units):  # which begins with a backward
+        if kept or call.end <= self._border or (is_captured and not self._gathers):  # it begins with a backward
             raise StateError(
                 f"The backward of unit '{unit.name}' and {'one that kept its gradients' if kept else 'its forward'} are on two "
-                "sides of the capture of a graph of the device. Capture the step in one graph, or each microbatch in one, or "
-                "nothing; zero_grad() discards gradients that were kept."
+                "sides of the capture of a graph. Capture a step, or each microbatch, in one; zero_grad() drops kept gradients."
             )
         self._inside[call.unit] = is_captured
 
@@ -320,17 +320,19 @@ def _grads(groups: Sequence[ParamGroup]) -> list[int | None]:
     return [None if grad is None else grad.data_ptr() for grad in grads]
 
 
-def _settings(optimizer: Any) -> list[tuple[str, Any]]:
+def _settings(optimizer: Any) -> dict[tuple[str, int], Any]:
     """Return what a replay cannot change: options, and one state, as load_state_dict() replaces all states at once."""
     groups, states = optimizer.param_groups, (value for state in optimizer.state.values() for value in state.values())
-    options = [(name, value) for group in groups for name, value in group.items() if name != "params"]
-    state = next((value for value in states if isinstance(value, Tensor)), None)
-    return [("len(param_groups)", len(groups)), ("state", state), *options]
+    options = {(name, at): value for at, group in enumerate(groups) for name, value in group.items() if name != "params"}
+    first = [local.data_ptr() for local in _torch.locals_of([*islice((one for one in states if isinstance(one, Tensor)), 1)])]
+    return {("len(param_groups)", 0): len(groups), ("address of a state", 0): first, **options}
 
 
-def _check_step(reference: weakref.ref[torch.optim.Optimizer], settings: Sequence[tuple[str, Any]]) -> None:
+def _check_step(reference: weakref.ref[torch.optim.Optimizer], settings: dict[tuple[str, int], Any]) -> None:
     optimizer = reference()
-    for (name, now), (_, then) in zip([] if optimizer is None else _settings(optimizer), settings):
+    found = settings if optimizer is None else _settings(optimizer)
+    for (name, at), then in settings.items():
+        now = found.get((name, at))
         if now is not then and ((is_tensor := isinstance(now, Tensor) or isinstance(then, Tensor)) or now != then):
             what = "another tensor than" if is_tensor else f"{now}, and was {then}"
             raise StateError(
