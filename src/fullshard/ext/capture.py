@@ -316,7 +316,7 @@ def _addresses(groups: Sequence[ParamGroup]) -> list[int]:
 
 
 def _grads(groups: Sequence[ParamGroup]) -> list[int | None]:
-    grads = _torch.locals_of([group.parameters[0].sharded.grad for group in groups])
+    grads = _torch.locals_of([group.sharded[0].grad for group in groups])
     return [None if grad is None else grad.data_ptr() for grad in grads]
 
 
