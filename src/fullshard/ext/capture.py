@@ -116,7 +116,7 @@ class Graph:
         """Run the step on the current stream.
 
         Raises:
-            StateError: if memory, a `.grad` or an option that the graph holds was replaced since, or if the ranks diverged.
+            StateError: inside of a forward or backward; if the ranks diverged; if memory, a `.grad` or an option was replaced.
         """
         for check in self.checks:
             check()
@@ -157,9 +157,9 @@ def capture_obstacles(model: nn.Module, *optimizers: torch.optim.Optimizer) -> l
 def _obstacle(unit: Unit, gathers: bool = True) -> str:
     options = unit.options
     if isinstance(options.offload, CPUOffloadPolicy):
-        return "its shards are in host memory (CPUOffloadPolicy), which the host reads and writes in each step"
+        return "its shards are in host memory (CPUOffloadPolicy), where the host steps them: run its step eagerly"
     adapters = options.gather_adapter, options.reduce_adapter, options.comm.collectives
-    return "it has collectives of its own" if gathers and any(one is not None for one in adapters) else ""
+    return "it has custom collectives: run its step eagerly" if gathers and any(one is not None for one in adapters) else ""
 
 
 class Follower(Listener):
@@ -268,13 +268,13 @@ class Follower(Listener):
         if self.graph is not None:
             for one in units_below([root for root in (unit.outermost, *unit.modules) if root is not None]):
                 if one.record.is_pinned and one.number not in self._units:
-                    self._use(one, "it is kept unsharded by unshard() or resident(), and replays would see it as it is now")
+                    self._use(one, "it is kept unsharded by unshard() or resident(), so replays see old values: reshard() it")
             self._use(unit)
 
     def before_backward(self, call: ForwardCall) -> None:
         """Raise StateError if a capture separates this backward from its forward, or from the one that kept gradients."""
         unit, is_captured = self.runtime.backward.units[call.unit], self.graph is not None
-        kept = any(group.grads.are_left for group in unit.groups) and self._inside.get(call.unit, False) is not is_captured
+        kept = self._inside.get(call.unit, False) is not is_captured and any(group.grads.are_left for group in unit.groups)
         if kept or call.end <= self._border or (is_captured and not self._gathers):  # it begins with a backward
             raise StateError(
                 f"The backward of unit '{unit.name}' and {'one that kept its gradients' if kept else 'its forward'} are on two "
